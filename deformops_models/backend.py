@@ -1,0 +1,115 @@
+"""Which implementation runs: the Triton kernels or plain PyTorch."""
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+import torch
+
+#: How often each path ran in this process: "msda_forward" and "msda_backward" count kernel launches through the
+#: operators, "upstream_forward" counts patched modules that ran upstream's own forward.
+call_counts: Counter[str] = Counter()
+
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Backend(str, Enum):
+    """An implementation of the operators."""
+
+    TRITON = "triton"
+    EAGER = "eager"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What would run, and for every other backend the reason why it would not."""
+
+    backend: Backend
+    reasons: dict[Backend, str]
+
+
+def as_backend(backend: Backend | str | None) -> Backend | None:
+    """Turns a name into a `Backend`; None stays None. Raises ValueError for an unknown name."""
+    try:
+        return None if backend is None else Backend(backend)
+    except ValueError:
+        names = ", ".join(repr(str(b)) for b in Backend)
+        raise ValueError(f"backend={backend!r} is not known: use None, {names}") from None
+
+
+@cache
+def interpreting() -> bool:
+    """True when TRITON_INTERPRET=1 was set before the kernels were imported, so that they run on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and triton_problem() is None
+
+
+@cache
+def triton_problem() -> str | None:
+    """Why Triton cannot run at all in this process, or None."""
+    if platform.system() != "Linux":
+        return f"Triton runs on Linux, this is {platform.system()}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton"
+    return None
+
+
+@cache
+def compiler() -> str | None:
+    """Path of the C compiler with which Triton builds its launcher on first use, or None."""
+    return next((path for c in (os.environ.get("CC"), "gcc", "clang", "cc") if c and (path := shutil.which(c))), None)
+
+
+@cache
+def _device_problem(device_type: str, index: int | None) -> str | None:
+    if problem := triton_problem():
+        return problem
+    if interpreting():
+        return None
+    if device_type != "cuda":
+        return f"tensors are on {device_type}; the kernels need CUDA"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(index)
+        if torch.version.hip is None and major < 7:
+            return f"compute capability {major}.{minor} is below the 7.0 that Triton supports"
+    if compiler() is None:
+        return "no C compiler found, which Triton needs at first launch: install gcc or set CC"
+    return None
+
+
+def _kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype not in _KERNEL_DTYPES:
+        return f"{dtype} is not supported by the kernels: use float32, float16 or bfloat16"
+    return _device_problem(device.type, device.index)
+
+
+def resolve(device: torch.device | str, dtype: torch.dtype, backend: Backend | str | None = None) -> Resolution:
+    """Says which backend runs for tensors of this device and dtype, and why the others do not.
+
+    With `backend=None`, CUDA tensors run Triton; CPU tensors and float64 run plain PyTorch.
+
+    Raises:
+        RuntimeError: the demanded backend, or Triton on a CUDA tensor, cannot run. The text says why and what to do.
+        ValueError: `backend` is unknown.
+    """
+    device, demanded = torch.device(device), as_backend(backend)
+    problem = _kernel_problem(device, dtype)
+    if demanded is Backend.EAGER:
+        return Resolution(Backend.EAGER, {Backend.TRITON: "backend='eager' was asked for"})
+    if demanded is Backend.TRITON:
+        if problem:
+            raise RuntimeError(f"backend='triton' cannot run: {problem}")
+        return Resolution(Backend.TRITON, {Backend.EAGER: "backend='triton' was asked for"})
+    if dtype == torch.float64 or device.type != "cuda":
+        reason = problem or "CPU tensors run the plain path unless backend='triton' is asked for"
+        return Resolution(Backend.EAGER, {Backend.TRITON: reason})
+    if problem:
+        raise RuntimeError(f"the Triton kernel cannot run: {problem}. Pass backend='eager' for plain PyTorch")
+    return Resolution(Backend.TRITON, {Backend.EAGER: "CUDA tensors run the kernels"})

@@ -1,0 +1,87 @@
+"""The attention layer of Deformable DETR as a module."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deformops_models.api import Sizes, Starts, deformable_attention
+from deformops_models.backend import Backend, as_backend
+
+
+class MultiScaleDeformAttn2d(nn.Module):
+    """Multi-scale deformable attention with its four projections (Deformable DETR, section 4.1).
+
+    Args:
+        dim: channels of queries, values and output; a multiple of `num_heads`.
+        num_heads: M.
+        num_levels: L.
+        num_points: K per level, or one count per level.
+        backend: see `resolve`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        num_levels: int = 4,
+        num_points: int | Sequence[int] = 4,
+        backend: Backend | str | None = None,
+    ):
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
+        counts = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
+        if len(counts) != num_levels or min(counts, default=0) < 1:
+            raise ValueError(f"num_points={num_points} must be positive, one count or {num_levels} of them")
+        self.dim, self.num_heads, self.num_levels, self.num_points = dim, num_heads, num_levels, counts
+        self.backend = as_backend(backend)
+        points = num_heads * sum(counts)
+        self.sampling_offsets = nn.Linear(dim, 2 * points)
+        self.attention_weights = nn.Linear(dim, points)
+        self.value_proj = nn.Linear(dim, dim)
+        self.output_proj = nn.Linear(dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Offsets start on one ray per head, the k-th point k pixels out; attention starts uniform."""
+        angles = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
+        rays = torch.stack([angles.cos(), angles.sin()], -1)
+        rays = rays / rays.abs().amax(-1, keepdim=True)
+        steps = torch.cat([torch.arange(1, count + 1, dtype=torch.float32) for count in self.num_points])
+        with torch.no_grad():
+            nn.init.zeros_(self.sampling_offsets.weight)
+            self.sampling_offsets.bias.copy_((rays[:, None] * steps[None, :, None]).flatten())
+            nn.init.zeros_(self.attention_weights.weight)
+            nn.init.zeros_(self.attention_weights.bias)
+            for linear in (self.value_proj, self.output_proj):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference: Tensor,
+        value: Tensor,
+        spatial_shapes: Sizes,
+        level_start_index: Starts = None,
+    ) -> Tensor:
+        """Attends from `query` (B, Q, dim) to `value` (B, S, dim) around `reference` (B, Q, L or 1, 2 or 4).
+
+        `spatial_shapes` and `level_start_index` are as for `msda`. Returns (B, Q, dim).
+        """
+        batch, queries = query.shape[:2]
+        split = (batch, queries, self.num_heads, sum(self.num_points))
+        value = self.value_proj(value)
+        output = deformable_attention(
+            value.view(batch, value.shape[1], self.num_heads, self.dim // self.num_heads),
+            spatial_shapes,
+            level_start_index,
+            reference,
+            self.sampling_offsets(query).view(*split, 2),
+            self.attention_weights(query).view(split),
+            num_points=self.num_points,
+            backend=self.backend,
+        )
+        return self.output_proj(output)

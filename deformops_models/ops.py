@@ -1,0 +1,182 @@
+"""The operators as torch.library sees them: schemas, fakes, autograd. A kernel is imported when one is called.
+
+Two operators serve every public function: `msda_forward` and `msda_backward`. Without `reference` the points are
+locations, with it they are offsets; with `softmax` the weights are logits.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from deformops_models import reference as plain
+from deformops_models.backend import call_counts, interpreting
+
+_OPERANDS = "Tensor value, Tensor shapes, Tensor? starts, Tensor? reference, Tensor points, Tensor weights"
+_OPTIONS = "int[] num_points, bool softmax, float offset_scale"
+_LIBRARY = torch.library.Library("deformops_models", "DEF")
+_LIBRARY.define(f"msda_forward({_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum) -> Tensor")
+_LIBRARY.define(
+    f"msda_backward(Tensor grad, {_OPERANDS}, Tensor? output, {_OPTIONS}, bool fp32_grad_accum, "
+    "bool need_value, bool need_reference) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+msda_forward = torch.ops.deformops_models.msda_forward.default
+msda_backward = torch.ops.deformops_models.msda_backward.default
+
+
+def _forward(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale, fp32_grad_accum):
+    from deformops_models.kernels._launch import Problem
+    from deformops_models.kernels.msda_forward import msda_forward as kernel
+
+    batch, _, heads, channels = value.shape
+    output = value.new_empty((batch, points.shape[1], heads * channels))
+    problem = Problem.of(value, reference, points, num_points, softmax, offset_scale)
+    operands = [t if t is None else t.contiguous() for t in (value, shapes, starts, reference, points, weights)]
+    kernel(output, *operands, problem)
+    call_counts["msda_forward"] += 1
+    return output
+
+
+def _backward(
+    grad, value, shapes, starts, reference, points, weights, output,
+    num_points, softmax, offset_scale, fp32_grad_accum, need_value, need_reference,
+):  # fmt: skip
+    from deformops_models.kernels._launch import Problem
+    from deformops_models.kernels.msda_backward import msda_backward as kernel
+
+    if need_value:
+        _alert_not_deterministic()
+    batch, queries, heads = points.shape[:3]
+    grad_value = grad_reference = None
+    if need_value:
+        half = not fp32_grad_accum and _native_atomics(value)
+        grad_value = torch.zeros(value.shape, dtype=value.dtype if half else torch.float32, device=value.device)
+    if need_reference:
+        rows = (batch, queries, heads, len(num_points), reference.shape[-1])
+        grad_reference = torch.empty(rows, dtype=torch.float32, device=value.device)
+    grad_points = torch.empty(points.shape, dtype=points.dtype, device=points.device)
+    grad_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+    problem = Problem.of(value, reference, points, num_points, softmax, offset_scale)
+    tensors = (grad, value, shapes, starts, reference, points, weights, output)
+    operands = [t if t is None else t.contiguous() for t in tensors]
+    kernel(*operands, grad_value, grad_reference, grad_points, grad_weights, problem)
+    call_counts["msda_backward"] += 1
+    none = value.new_empty(0)
+    if need_reference:
+        axes = (2, 3) if reference.shape[2] == 1 else 2
+        grad_reference = grad_reference.sum(axes).to(reference.dtype).view(reference.shape)
+    return (
+        grad_value.to(value.dtype) if need_value else none,
+        grad_reference if need_reference else none.clone(),
+        grad_points,
+        grad_weights,
+    )
+
+
+def _native_atomics(value: Tensor) -> bool:
+    """Whether this GPU adds value's dtype in memory; before SM 9.0 bfloat16 is emulated by a slow, lossy loop."""
+    if value.dtype == torch.bfloat16:
+        return value.is_cuda and torch.cuda.get_device_capability(value.device) >= (9, 0)
+    return True
+
+
+def _alert_not_deterministic() -> None:
+    if not torch.are_deterministic_algorithms_enabled():
+        return
+    text = (
+        "msda_backward does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms(True)'. Pass backend='eager', or warn_only=True to accept it"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(text)
+    warnings.warn(text, stacklevel=3)
+
+
+def _plain(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale) -> Tensor:
+    sizes = [tuple(row) for row in shapes.tolist()]
+    first_rows = level_starts(sizes) if starts is None else starts.tolist()
+    return plain.msda(
+        value, sizes, first_rows, reference, points, weights, num_points, softmax=softmax, offset_scale=offset_scale
+    )
+
+
+def level_starts(sizes) -> list[int]:
+    """First row of each level when the levels follow one another."""
+    starts = [0]
+    for height, width in sizes[:-1]:
+        starts.append(starts[-1] + height * width)
+    return starts
+
+
+def _forward_cpu(*arguments):
+    return _forward(*arguments) if interpreting() else _plain(*arguments[:-1])
+
+
+def _backward_cpu(*arguments):
+    if interpreting():
+        return _backward(*arguments)
+    grad, value, shapes, starts, reference, points, weights, _, *options, _, need_value, need_reference = arguments
+    inputs = (value, reference, points, weights)
+    with torch.enable_grad():
+        value, reference, points, weights = (t if t is None else t.detach().requires_grad_() for t in inputs)
+        output = _plain(value, shapes, starts, reference, points, weights, *options)
+    wanted = [value, points, weights] + ([reference] if need_reference else [])
+    grad_value, grad_points, grad_weights, *rest = torch.autograd.grad(output, wanted, grad)
+    none = value.new_empty(0)
+    return (grad_value if need_value else none, rest[0] if rest else none.clone(), grad_points, grad_weights)
+
+
+_LIBRARY.impl("msda_forward", _forward, "CUDA")
+_LIBRARY.impl("msda_forward", _forward_cpu, "CPU")
+_LIBRARY.impl("msda_backward", _backward, "CUDA")
+_LIBRARY.impl("msda_backward", _backward_cpu, "CPU")
+
+
+@torch.library.register_fake("deformops_models::msda_forward", lib=_LIBRARY)
+def _(value, shapes, starts, reference, points, weights, *options):
+    batch, _, heads, channels = value.shape
+    return value.new_empty((batch, points.shape[1], heads * channels))
+
+
+@torch.library.register_fake("deformops_models::msda_backward", lib=_LIBRARY)
+def _(grad, value, shapes, starts, reference, points, weights, output, *options):
+    *_, need_value, need_reference = options
+    return (
+        value.new_empty(value.shape if need_value else (0,)),
+        reference.new_empty(reference.shape) if need_reference else value.new_empty(0),
+        points.new_empty(points.shape),
+        weights.new_empty(weights.shape),
+    )
+
+
+def _save(ctx, inputs, output):
+    value, shapes, starts, reference, points, weights, *ctx.options = inputs
+    softmax = ctx.options[1]
+    ctx.save_for_backward(value, shapes, starts, reference, points, weights, output if softmax else None)
+
+
+def _differentiate(ctx, grad):
+    need_value, _, _, need_reference = ctx.needs_input_grad[:4]
+    gradients = msda_backward(grad, *ctx.saved_tensors, *ctx.options, need_value, need_reference)
+    grad_value, grad_reference, grad_points, grad_weights = gradients
+    return (
+        grad_value if need_value else None,
+        None,
+        None,
+        grad_reference if need_reference else None,
+        grad_points,
+        grad_weights,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+def _refuse(ctx, *grads):
+    raise NotImplementedError("the kernels have no second derivative: pass backend='eager' for double backward")
+
+
+torch.library.register_autograd("deformops_models::msda_forward", _differentiate, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("deformops_models::msda_backward", _refuse, lib=_LIBRARY)
