@@ -41,8 +41,8 @@ def msda(
     Args:
         value: (B, S, M, D), float32, float16, bfloat16 or float64.
         spatial_shapes: (L, 2) as (H, W) in pixels: an int32 or int64 tensor, or pairs of numbers. Sizes known on the
-            host are checked there; sizes on a GPU are checked in the kernel, which returns NaN if they exceed S.
-        level_start_index: (L,) first row of each level in S, or None: one level after the other.
+            host are checked there; sizes on a GPU are checked in the kernel, which returns NaN if they do not fit S.
+        level_start_index: (L,) first row of each level in S, or None: one level after the other, filling S.
         sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0..1 over the image; or (B, Q, M, P, 2) with `num_points`.
         attention_weights: (B, Q, M, L, K) or (B, Q, M, L·K).
         method: "linear" takes the weights as they are, "softmax" takes logits and normalises them over L·K.
@@ -193,6 +193,15 @@ def _check_layout(sizes: list[tuple[int, int]], starts: list[int], rows: int) ->
             )
 
 
+def _check_total(sizes: list[tuple[int, int]], rows: int) -> None:
+    total = sum(height * width for height, width in sizes)
+    if total != rows:
+        raise ValueError(
+            f"spatial_shapes={sizes} hold {total} pixels but value has {rows} rows; "
+            "pass level_start_index if the levels do not simply follow one another"
+        )
+
+
 def _as_lists(shapes: Sizes, starts: Starts, levels: int) -> tuple[list[tuple[int, int]], list[int]]:
     pairs = shapes.tolist() if isinstance(shapes, Tensor) else shapes
     sizes = [(height, width) for height, width in pairs]
@@ -211,6 +220,8 @@ def _host_layout(shapes: Sizes, starts: Starts, levels: int, rows: int) -> tuple
             _check_ints(name, tensor)
     sizes, first_rows = _as_lists(shapes, starts, levels)
     _check_layout(sizes, first_rows, rows)
+    if starts is None:
+        _check_total(sizes, rows)
     return sizes, first_rows
 
 

@@ -113,6 +113,8 @@ def msda_forward_kernel(
 
     if SOFTMAX:
         b_output = b_output / tl.where(m_q, b_sum, 1.0)[:, None]
+    if not HAS_STARTS:
+        all_fit = all_fit & (next_start == S)
     # Level sizes that do not fit the value can only be seen here; the result must not look right.
     b_output = tl.where(all_fit, b_output, float("nan"))
     o_out = (o_row * D)[:, None] + o_d[None, :]

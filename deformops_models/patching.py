@@ -1,0 +1,367 @@
+"""Swapping the deformable attention of a built model in place, by changing each module's class.
+
+A patched class is a subclass of the upstream class that adds nothing but a forward, so parameters, hooks, training
+flag, object identity, `state_dict` and checkpoints stay what they were. Knows no framework by name: the rows of
+`Family` in patches/ say which classes there are.
+"""
+
+import contextlib
+import copyreg
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from deformops_models.backend import Backend, as_backend, call_counts, interpreting, resolve
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+class PatchError(RuntimeError):
+    """Nothing could be patched, or a patch cannot be taken back."""
+
+
+class PatchedModule:
+    """Base of every patched class: chooses between the operators and upstream's own forward."""
+
+    #: Set on each patched class.
+    upstream: type[nn.Module]
+    #: transformers' `kernelize` leaves a layer without a name alone, so that it does not undo the patch.
+    kernel_layer_name = None
+    #: The backend that `patch` was asked for; set on the instance.
+    deformops_backend: Backend | None = None
+
+    def runs_operator(self, tensor: Tensor) -> bool:
+        """Whether this call goes to the operator; else it goes to upstream's forward and is counted as such."""
+        backend = self.deformops_backend
+        usable = tensor.is_cuda or (backend is Backend.TRITON and interpreting())
+        # TorchScript and the classic ONNX exporter have no place for the operator.
+        if usable and backend is not Backend.EAGER and tensor.dtype != torch.float64 and not torch.jit.is_tracing():
+            return True
+        if not torch.compiler.is_compiling():
+            call_counts["upstream_forward"] += 1
+        return False
+
+    def __reduce_ex__(self, protocol):
+        constructor, arguments, *state = super().__reduce_ex__(max(protocol, 2))
+        if constructor is copyreg.__newobj__ and arguments == (type(self),):
+            return (_new_patched, (type(self).upstream,), *state)
+        return (constructor, arguments, *state)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One upstream class and the forward that replaces its own.
+
+    Args:
+        name: of the model family, as in `model_type`.
+        framework: distribution that holds the class, as "transformers".
+        module, class_name: where the class is.
+        adapter: subclass of `PatchedModule` with the new forward.
+        parameters: names of upstream's forward parameters that the adapter was written for.
+    """
+
+    name: str
+    framework: str
+    module: str
+    class_name: str
+    adapter: type[PatchedModule]
+    parameters: tuple[str, ...]
+
+    def mismatch(self, cls: type[nn.Module]) -> str | None:
+        """Why the adapter does not fit this version of the class, or None."""
+        found = tuple(inspect.signature(cls.forward).parameters)[1:]
+        if found == self.parameters:
+            return None
+        return f"unknown signature: forward({', '.join(found)}), known is forward({', '.join(self.parameters)})"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of a report. `reason` says why it was left alone, `backend` what a swapped one will run."""
+
+    name: str
+    class_name: str
+    family: str | None = None
+    reason: str | None = None
+    backend: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name or '(root)'}: {self.class_name}: {self.reason or self.backend}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is swapped in a model and what was left alone, and why."""
+
+    swapped: list[Entry] = field(default_factory=list)
+    skipped: list[Entry] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.swapped)} modules patched, {len(self.skipped)} left alone"]
+        lines += [f"  + {entry}" for entry in self.swapped]
+        lines += [f"  - {entry}" for entry in self.skipped]
+        return "\n".join(lines)
+
+
+_patched_classes: dict[type, type] = {}
+# Kept outside the modules, which stay as they were; only for `report`.
+_filtered: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """Every known upstream class. Imports no framework."""
+    rows = [importlib.import_module(f"deformops_models.patches.{name}").FAMILIES for name in ("transformers", "mmcv")]
+    return tuple(family for row in rows for family in row)
+
+
+def check_family(family: Family) -> str | None:
+    """Why this family cannot be patched in this environment, or None. Imports the upstream module."""
+    try:
+        upstream = getattr(importlib.import_module(family.module), family.class_name)
+    except (ImportError, AttributeError) as error:
+        return f"not found: {error}"
+    return family.mismatch(upstream)
+
+
+def patch(
+    model: nn.Module,
+    *,
+    backend: Backend | str | None = None,
+    strict: bool = True,
+    filter: Filter | None = None,
+) -> nn.Module:
+    """Swaps every known deformable attention module of `model` in place and returns `model`.
+
+    The root itself may be such a module. Patching twice is patching once. On CPU and in float64 a patched module
+    runs upstream's own forward.
+
+    Args:
+        model: a built model; its device and dtype may change later.
+        backend: for every swapped module; "eager" keeps upstream's forward, None lets the tensors decide.
+        strict: raise if nothing was swapped.
+        filter: called as `filter(module, name)`; modules for which it returns False are left alone.
+
+    Raises:
+        PatchError: `strict` and nothing matched; or a swap failed. The model is as it was before.
+        ValueError: `backend` is unknown.
+    """
+    _patch(model, as_backend(backend), strict, filter)
+    return model
+
+
+def _patch(model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None) -> list[nn.Module]:
+    """As `patch`; returns the modules that were not patched before."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: patch takes a torch.nn.Module")
+    plan, patched_before, skipped = [], [], []
+    for name, module in model.named_modules():
+        if (family := family_of(type(module))) is None:
+            continue
+        reason = _obstacle(module, family)
+        if reason is None and filter is not None and not filter(module, name):
+            reason = "the filter left it out"
+            if not isinstance(module, PatchedModule):
+                _filtered[module] = reason
+        if reason is not None:
+            skipped.append(Entry(name, type(module).__name__, family.name, reason))
+        elif isinstance(module, PatchedModule):
+            patched_before.append(module)
+        else:
+            plan.append((module, patched_class(type(module), family)))
+    if strict and not plan and not patched_before:
+        raise PatchError(_nothing_matched(model, skipped))
+    done = []
+    try:
+        for module, cls in plan:
+            _swap(module, cls)
+            done.append(module)
+    except TypeError as error:
+        for module in done:
+            _swap(module, type(module).upstream)
+        raise PatchError(f"{type(module).__name__} does not take the class {cls.__name__}: {error}") from error
+    for module in (*done, *patched_before):
+        _filtered.pop(module, None)
+        module.__dict__.pop("deformops_backend", None)
+        if backend is not None:
+            module.__dict__["deformops_backend"] = backend
+    return done
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Gives every patched module of `model` its upstream class back and returns `model`.
+
+    Raises:
+        PatchError: another library has put a class of its own on top of a patched module (FSDP2's `fully_shard`).
+    """
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, PatchedModule)]
+    for name, module in modules:
+        if type(module) not in _patched_classes.values():
+            raise PatchError(f"{name or 'the root'} is now a {type(module).__name__}, which is not ours to change")
+    for _, module in modules:
+        _restore(module)
+    return model
+
+
+def _restore(module: nn.Module) -> None:
+    module.__dict__.pop("deformops_backend", None)
+    _swap(module, type(module).upstream)
+
+
+@contextlib.contextmanager
+def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
+    """Patches `model` inside a with-block, with the options of `patch`; modules patched before stay so."""
+    options = {"backend": None, "strict": True, "filter": None} | options
+    options["backend"] = as_backend(options["backend"])
+    before = {m: m.__dict__.get("deformops_backend") for m in model.modules() if isinstance(m, PatchedModule)}
+    swapped = _patch(model, **options)
+    try:
+        yield model
+    finally:
+        for module in swapped:
+            if isinstance(module, PatchedModule):
+                _restore(module)
+        for module, backend in before.items():
+            module.__dict__.pop("deformops_backend", None)
+            if backend is not None:
+                module.__dict__["deformops_backend"] = backend
+
+
+def report(model: nn.Module) -> Report:
+    """Lists every deformable attention module of `model`: swapped and what it will run, or left alone and why."""
+    result = Report()
+    for name, module in model.named_modules():
+        cls = type(module)
+        family = family_of(cls)
+        if isinstance(module, PatchedModule):
+            result.swapped.append(Entry(name, cls.__name__, family.name, backend=_will_run(module)))
+        elif family is not None:
+            reason = _obstacle(module, family) or _filtered.get(module, "not patched")
+            result.skipped.append(Entry(name, cls.__name__, family.name, reason))
+        elif _looks_deformable(cls) and next(module.parameters(recurse=True), None) is not None:
+            result.skipped.append(Entry(name, cls.__name__, None, f"class {cls.__module__}.{cls.__name__} is not known"))
+    return result
+
+
+def _will_run(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    if parameter is None:
+        return "undecided: the module has no parameters"
+    where = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
+    if parameter.device.type == "meta":
+        return "undecided: parameters are on meta"
+    try:
+        dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.float32
+        backend = resolve(parameter.device, dtype, module.deformops_backend).backend
+    except RuntimeError as error:
+        return f"error: {error}"
+    return f"triton ({where})" if backend is Backend.TRITON else f"upstream's own forward ({where})"
+
+
+def family_of(cls: type) -> Family | None:
+    """The family whose forward a class has, itself or by inheritance; None for a class that changed the forward."""
+    if issubclass(cls, PatchedModule):
+        cls = cls.upstream
+    for base in cls.__mro__:
+        if family := _families_by_class().get((base.__module__, base.__qualname__)):
+            return family if cls.forward is base.forward else None
+    return None
+
+
+@functools.cache
+def _families_by_class() -> dict[tuple[str, str], Family]:
+    return {(family.module, family.class_name): family for family in families()}
+
+
+def patched_class(upstream: type[nn.Module], family: Family) -> type[nn.Module]:
+    """The patched subclass of an upstream class, the same object every time."""
+    if upstream not in _patched_classes:
+        namespace = {
+            "__module__": family.adapter.__module__,
+            "__doc__": f"{upstream.__qualname__} on the operators of deformops_models.",
+            "upstream": upstream,
+        }
+        _patched_classes[upstream] = type(f"Patched{upstream.__name__}", (family.adapter, upstream), namespace)
+    return _patched_classes[upstream]
+
+
+def importable(rows: tuple[Family, ...], module: str, name: str) -> type[nn.Module]:
+    """`__getattr__` of a module in patches/: its patched classes by name, made when asked for."""
+    for family in rows:
+        if name == f"Patched{family.class_name}":
+            return patched_class(getattr(importlib.import_module(family.module), family.class_name), family)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _new_patched(upstream: type[nn.Module]) -> nn.Module:
+    """An empty instance for pickle and deepcopy to fill."""
+    family = family_of(upstream)
+    if family is None:
+        raise PatchError(f"{upstream.__module__}.{upstream.__qualname__} cannot be patched in this version")
+    cls = patched_class(upstream, family)
+    return cls.__new__(cls)
+
+
+def _swap(module: nn.Module, cls: type[nn.Module]) -> None:
+    forward = type(module).forward
+    module.__class__ = cls
+    # accelerate keeps the bound forward that it wraps on the instance.
+    for name in ("forward", "_old_forward"):
+        if getattr(module.__dict__.get(name), "__func__", None) is forward:
+            module.__dict__[name] = types.MethodType(cls.forward, module)
+
+
+def _obstacle(module: nn.Module, family: Family) -> str | None:
+    """Why a module of a known class must be left alone, or None."""
+    cls = type(module)
+    own = [module.__dict__.get(name) for name in ("forward", "_old_forward")]
+    if own[0] is not None and not any(getattr(f, "__func__", None) is cls.forward for f in own):
+        return "its forward was replaced on the instance"
+    if isinstance(module, PatchedModule):
+        return None
+    if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+        return "FSDP owns it: patch before fully_shard"
+    if getattr(module, "method", "default") == "discrete":
+        return "method='discrete' samples whole pixels"
+    return family.mismatch(cls)
+
+
+def _looks_deformable(cls: type) -> bool:
+    name = cls.__name__.lower()
+    return "deform" in name and ("attn" in name or "attention" in name)
+
+
+def _nothing_matched(model: nn.Module, skipped: list[Entry]) -> str:
+    lines = [f"no deformable attention was patched in {type(model).__name__}"]
+    if skipped:
+        lines += [f"  {entry}" for entry in skipped]
+    else:
+        present = {type(m).__name__: type(m) for m in model.modules()}
+        known = [family.class_name for family in families()]
+        near = [name for name, cls in present.items() if _looks_deformable(cls)]
+        near += [name for name in present if difflib.get_close_matches(name, known, 1, 0.7) and name not in near]
+        lines.append(f"  nearest classes in the model: {', '.join(near[:5]) or 'none'}")
+        lines.append(f"  known classes: {', '.join(dict.fromkeys(known))}")
+    names = dict.fromkeys(["torch", *(family.framework for family in families())])
+    lines.append("  installed: " + ", ".join(f"{name} {_version(name)}" for name in names))
+    return "\n".join(lines)
+
+
+def _version(framework: str) -> str:
+    module = sys.modules.get(framework)
+    if version := getattr(module, "__version__", None):
+        return version
+    try:
+        return importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"

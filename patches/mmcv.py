@@ -1,0 +1,84 @@
+"""Deformable attention of OpenMMLab: one class of mmcv serves DINO, Deformable DETR, Mask2Former and more of mmdet."""
+
+import warnings
+
+from deformops_models import patching
+from deformops_models.api import deformable_attention
+from deformops_models.patching import Family, PatchedModule
+
+
+class _MultiScaleDeformableAttention(PatchedModule):
+    def forward(
+        self,
+        query,
+        key=None,
+        value=None,
+        identity=None,
+        query_pos=None,
+        key_padding_mask=None,
+        reference_points=None,
+        spatial_shapes=None,
+        level_start_index=None,
+        **kwargs,
+    ):
+        if not self.runs_operator(query):
+            return super().forward(
+                query,
+                key,
+                value,
+                identity,
+                query_pos,
+                key_padding_mask,
+                reference_points,
+                spatial_shapes,
+                level_start_index,
+                **kwargs,
+            )
+        if "residual" in kwargs:
+            warnings.warn("residual= is deprecated in MultiScaleDeformableAttention, use identity=", DeprecationWarning, 2)
+            if identity is not None:
+                raise AssertionError("residual= and identity= are the same argument: give one")
+            identity = kwargs["residual"]
+        value = query if value is None else value
+        identity = query if identity is None else identity
+        query = query if query_pos is None else query + query_pos
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+
+        batch, queries, _ = query.shape
+        rows = value.shape[1]
+        value = self.value_proj(value)
+        if key_padding_mask is not None:
+            value = value.masked_fill(key_padding_mask[..., None], 0.0)
+        split = (batch, queries, self.num_heads, self.num_levels, self.num_points)
+        # The operator reads sizes on the device; mmcv's own assert on their sum would wait for it.
+        output = deformable_attention(
+            value.reshape(batch, rows, self.num_heads, -1),
+            spatial_shapes,
+            None,
+            reference_points.expand(batch, queries, -1, -1),
+            self.sampling_offsets(query).reshape(*split, 2),
+            self.attention_weights(query).reshape(split),
+            backend=self.deformops_backend,
+        )
+        output = self.output_proj(output)
+        if not self.batch_first:
+            output = output.transpose(0, 1)
+        return self.dropout(output) + identity
+
+
+FAMILIES = (
+    Family(
+        "mmcv",
+        "mmcv",
+        "mmcv.ops.multi_scale_deform_attn",
+        "MultiScaleDeformableAttention",
+        _MultiScaleDeformableAttention,
+        ("query", "key", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes")
+        + ("level_start_index", "kwargs"),
+    ),
+)
+
+
+def __getattr__(name: str):
+    return patching.importable(FAMILIES, __name__, name)

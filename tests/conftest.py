@@ -1,0 +1,35 @@
+"""Where the kernels run: in Triton's interpreter on machines without a GPU, compiled where there is one."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Triton reads it when the kernels are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("multigpu") and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """The device on which `backend="triton"` runs the kernels."""
+    if request.param == "cpu" and HAS_GPU:
+        pytest.skip("the kernels are compiled in this process, so they do not run on the CPU")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    # Fresh inputs every run; the seed of a failing run is printed with it.
+    seed = torch.seed() % 2**31
+    torch.manual_seed(seed)
+    print(f"torch.manual_seed({seed})")
