@@ -43,23 +43,25 @@ class Problem:
 
 
 @lru_cache(maxsize=1024)
-def configure(channels: int, points: int, itemsize: int, backward: bool) -> tuple[int, int]:
-    """(BQ, num_warps) by rule: about 16 elements of a corner's tile per thread.
+def configure(channels: int, points: int, itemsize: int) -> tuple[int, int, int]:
+    """(BQ, num_warps, maxnreg) by rule.
 
-    `points` is the widest level's count, rounded up to a power of two, and `itemsize` the bytes of a value element.
+    A warp takes 512 elements of a corner's tile, 16 per thread: with more rows Triton exchanges the samples' weights
+    through shared memory, which costs more than computing them several times (docs/kernels.md).
+
+    Args:
+        channels: D.
+        points: the widest level's count.
+        itemsize: bytes of a value element.
     """
-    width = triton.next_power_of_2(channels)
-    warps = 4
-    tile = 2048 if itemsize == 2 and not backward else 1024
-    queries = max(1, min(32, tile // (width * points)))
-    return queries, warps
+    row = triton.next_power_of_2(channels) * triton.next_power_of_2(points)
+    return max(1, 512 // row), min(4, max(1, row // 512)), 96 if itemsize == 2 else 128
 
 
-def launch(kernel, problem: Problem, tensors: tuple, *, backward: bool, **constants) -> None:
+def launch(kernel, problem: Problem, tensors: tuple, **constants) -> None:
     """Launches `kernel` on the device of the value tensor; the other device's current stream is left alone."""
     value, starts = tensors[1], tensors[3]
-    widest = max(triton.next_power_of_2(k) for k in problem.num_points)
-    BQ, warps = configure(problem.channels, widest, value.element_size(), backward)
+    BQ, warps, registers = configure(problem.channels, max(problem.num_points), value.element_size())
     programs = problem.batch * triton.cdiv(problem.queries, BQ) * problem.heads
     if programs == 0:
         return
@@ -84,6 +86,6 @@ def launch(kernel, problem: Problem, tensors: tuple, *, backward: bool, **consta
     device = value.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*arguments, **constants, num_warps=warps)
+            kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=registers)
     else:
-        kernel[(programs,)](*arguments, **constants, num_warps=warps)
+        kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=registers)

@@ -31,46 +31,54 @@ def load_level(shapes_ptr, starts_ptr, level, next_start, S, HAS_STARTS: tl.cons
 
 
 @triton.jit
-def load_points(points_ptr, o_row, m_q, K: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr, BQ: tl.constexpr):
-    """x and y of K points per query in float32, each [BQ, KP]; one contiguous load per query."""
-    KP: tl.constexpr = padded(K)
-    o_xy = tl.arange(0, 2 * KP)
-    m_xy = m_q[:, None] & (o_xy < 2 * K)[None, :]
-    # [BQ, 2·KP]
-    b_xy = tl.load(points_ptr + (o_row * (2 * P) + 2 * FIRST)[:, None] + o_xy[None, :], mask=m_xy, other=0.0)
-    return tl.split(tl.reshape(b_xy.to(tl.float32), (BQ, KP, 2)))
+def per_sample(b_query, KP: tl.constexpr, BQ: tl.constexpr):
+    """Repeats a value per query [BQ] for each of its samples: [KP·BQ], where row k·BQ + q is point k of query q."""
+    return tl.reshape(tl.broadcast_to(b_query[None, :], (KP, BQ)), (KP * BQ,))
 
 
 @triton.jit
-def load_reference(reference_ptr, o_ref, m_q, C: tl.constexpr, BQ: tl.constexpr):
-    """Reference point (x, y) and size (w, h) per query in float32, each [BQ]; zero where C has none."""
-    rx, ry = tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32)
-    rw, rh = tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32)
+def sample_rows(left_queries, M: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr, BQ: tl.constexpr):
+    """Query, offset in the weights, and mask of one level's samples, each [KP·BQ].
+
+    The points of a query lie BQ rows apart, so that a sum over them stays inside a thread.
+    """
+    KP: tl.constexpr = padded(K)
+    o_r = tl.arange(0, KP * BQ)
+    o_q, o_k = o_r % BQ, o_r // BQ
+    m_r = o_q < left_queries
+    if KP > K:
+        m_r = m_r & (o_k < K)
+    return o_q, o_q * (M * P) + FIRST + o_k, m_r
+
+
+@triton.jit
+def load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, axis: tl.constexpr, C: tl.constexpr):
+    """Point, reference and size along one axis (0 is x) in float32; zero where C has none."""
+    p = tl.load(points_ptr + o_sample * 2 + axis, mask=m_r, other=0.0).to(tl.float32)
+    r, size = tl.zeros_like(p), tl.zeros_like(p)
     if C >= 2:
-        rx = tl.load(reference_ptr + o_ref * C, mask=m_q, other=0.0).to(tl.float32)
-        ry = tl.load(reference_ptr + o_ref * C + 1, mask=m_q, other=0.0).to(tl.float32)
+        r = tl.load(reference_ptr + o_ref * C + axis, mask=m_r, other=0.0).to(tl.float32)
     if C == 4:
-        rw = tl.load(reference_ptr + o_ref * C + 2, mask=m_q, other=0.0).to(tl.float32)
-        rh = tl.load(reference_ptr + o_ref * C + 3, mask=m_q, other=0.0).to(tl.float32)
-    return rx, ry, rw, rh
+        size = tl.load(reference_ptr + o_ref * C + 2 + axis, mask=m_r, other=0.0).to(tl.float32)
+    return p, r, size
 
 
 @triton.jit
 def to_pixels(p, r, size, extent, scale, C: tl.constexpr):
-    """Pixel coordinate [BQ, KP] along one axis of `extent` pixels; 0 is the centre of the first pixel."""
+    """Pixel coordinate along one axis of `extent` pixels; 0 is the centre of the first pixel."""
     if C == 0:
         return p * extent - 0.5
     elif C == 2:
-        return (r * extent - 0.5)[:, None] + p
+        return r * extent - 0.5 + p
     else:
-        return (r[:, None] + p * scale * size[:, None]) * extent - 0.5
+        return (r + p * scale * size) * extent - 0.5
 
 
 @triton.jit
-def corners(x, y, height, width, m_point):
+def corners(x, y, height, width, m_r):
     """Upper left pixel, fractions, and the masks of the left, right, upper and lower neighbours."""
     # NaN, infinite and far locations fail these comparisons, so that the integer conversion below is defined.
-    m_in = m_point & (x > -1.0) & (x < width.to(tl.float32)) & (y > -1.0) & (y < height.to(tl.float32))
+    m_in = m_r & (x > -1.0) & (x < width.to(tl.float32)) & (y > -1.0) & (y < height.to(tl.float32))
     x, y = tl.where(m_in, x, 0.0), tl.where(m_in, y, 0.0)
     x0, y0 = tl.floor(x), tl.floor(y)
     fx, fy = x - x0, y - y0

@@ -7,94 +7,107 @@ from deformops_models.kernels._launch import Problem, launch
 from deformops_models.kernels._sampling import (
     corners,
     first_point,
+    load_axis,
     load_level,
-    load_points,
-    load_reference,
     padded,
+    per_sample,
     row_offset,
+    sample_rows,
     to_pixels,
 )
 
 
 @triton.jit
-def add_rows(pointers, b_grad, weight, mask):
-    """Adds weight · grad_output to the value gradient's rows; the order of additions does not matter, hence relaxed."""
-    b_rows = (b_grad[:, None, :] * weight[:, :, None]).to(pointers.dtype.element_ty)
-    tl.atomic_add(pointers, b_rows, mask=mask, sem="relaxed")
+def add_rows(pointers, b_grad, weight, m_d):
+    """Adds weight · grad_output to rows of the value's gradient; their order does not matter, hence relaxed."""
+    b_w = weight[:, None]
+    tl.atomic_add(pointers, (b_grad * b_w).to(pointers.dtype.element_ty), mask=(b_w != 0.0) & m_d, sem="relaxed")
+
+
+@triton.jit
+def dot_rows(pointers, b_grad, mask, m_d):
+    """⟨row, grad_output⟩ per sample [R]; zero for a row outside."""
+    return tl.sum(tl.load(pointers, mask=mask[:, None] & m_d, other=0.0).to(tl.float32) * b_grad, axis=1)
 
 
 @triton.jit
 def differentiate_level(
     value_ptr, reference_ptr, points_ptr, weights_ptr,
     grad_value_ptr, grad_reference_ptr, grad_points_ptr, grad_weights_ptr,
-    b_grad, b_max, b_scale, b_dot, o_query, o_row, m_q, o_d, m_d,
-    height, width, start, offset_scale, level: tl.constexpr, L: tl.constexpr,
-    K: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr,
-    REF_LEVELS: tl.constexpr, SOFTMAX: tl.constexpr, WIDE: tl.constexpr, BQ: tl.constexpr,
-    NEED_VALUE: tl.constexpr, NEED_REFERENCE: tl.constexpr,
+    b_grad, b_max, b_scale, b_dot, left_queries, height, width, start, offset_scale,
+    level: tl.constexpr, L: tl.constexpr, M: tl.constexpr, D: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, REF_LEVELS: tl.constexpr, SOFTMAX: tl.constexpr, WIDE: tl.constexpr,
+    BQ: tl.constexpr, NEED_VALUE: tl.constexpr, NEED_REFERENCE: tl.constexpr,
 ):  # fmt: skip
     """Gradients that flow through one level's K points."""
     KP: tl.constexpr = padded(K)
-    o_k = tl.arange(0, KP)
-    m_k = m_q[:, None] & (o_k < K)[None, :]
-    o_w = (o_row * P + FIRST)[:, None] + o_k[None, :]
-    # [BQ, KP]
-    b_w = tl.load(weights_ptr + o_w, mask=m_k, other=0.0).to(tl.float32)
+    BD: tl.constexpr = padded(D)
+    STRIDE: tl.constexpr = M * D
+    o_q, o_sample, m_r = sample_rows(left_queries, M, K, FIRST, P, BQ)
+    # [R]
+    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=0.0).to(tl.float32)
     if SOFTMAX:
-        b_w = tl.where(m_k, tl.exp(b_w - b_max[:, None]) * b_scale[:, None], 0.0)
-    px, py = load_points(points_ptr, o_row, m_q, K, FIRST, P, BQ)
-    rx, ry, rw, rh = load_reference(reference_ptr, o_query * REF_LEVELS + level % REF_LEVELS, m_q, C, BQ)
+        b_w = tl.exp(b_w - per_sample(b_max, KP, BQ)) * per_sample(b_scale, KP, BQ)
+    o_ref = o_q * REF_LEVELS + level % REF_LEVELS
+    px, rx, rw = load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, 0, C)
+    py, ry, rh = load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, 1, C)
     scale = offset_scale / K
     x = to_pixels(px, rx, rw, width, scale, C)
     y = to_pixels(py, ry, rh, height, scale, C)
-    x0, y0, fx, fy, m_l, m_r, m_u, m_b = corners(x, y, height, width, m_k)
-    # [BQ, KP, BD]
-    o_ul = row_offset(x0, y0, start, width, STRIDE, WIDE)[:, :, None] + o_d[None, None, :]
-    o_bl = o_ul + width * STRIDE
-    m_d = m_d[None, None, :]
-    m_ul, m_ur = (m_l & m_u)[:, :, None] & m_d, (m_r & m_u)[:, :, None] & m_d
-    m_bl, m_br = (m_l & m_b)[:, :, None] & m_d, (m_r & m_b)[:, :, None] & m_d
-    v_ul = tl.load(value_ptr + o_ul, mask=m_ul, other=0.0).to(tl.float32)
-    v_ur = tl.load(value_ptr + o_ul + STRIDE, mask=m_ur, other=0.0).to(tl.float32)
-    v_bl = tl.load(value_ptr + o_bl, mask=m_bl, other=0.0).to(tl.float32)
-    v_br = tl.load(value_ptr + o_bl + STRIDE, mask=m_br, other=0.0).to(tl.float32)
-    g = b_grad[:, None, :]
-    # [BQ, KP]
-    d_ul, d_ur = tl.sum(v_ul * g, axis=2), tl.sum(v_ur * g, axis=2)
-    d_bl, d_br = tl.sum(v_bl * g, axis=2), tl.sum(v_br * g, axis=2)
-    upper, lower = d_ul + (d_ur - d_ul) * fx, d_bl + (d_br - d_bl) * fx
-    g_w = upper + (lower - upper) * fy
-    if SOFTMAX:
-        g_w = b_w * (g_w - b_dot[:, None])
-    tl.store(grad_weights_ptr + o_w, g_w.to(grad_weights_ptr.dtype.element_ty), mask=m_k)
+    x0, y0, fx, fy, m_left, m_right, m_up, m_down = corners(x, y, height, width, m_r)
+    o_d = tl.arange(0, BD)[None, :]
+    m_d = o_d < D
+    # [R, BD]
+    b_grad = tl.reshape(tl.broadcast_to(b_grad[None, :, :], (KP, BQ, BD)), (KP * BQ, BD))
+    o_up = row_offset(x0, y0, start, width, STRIDE, WIDE)[:, None] + o_d
+    o_down = o_up + width * STRIDE
+    # [R]
+    d_ul = dot_rows(value_ptr + o_up, b_grad, m_left & m_up, m_d)
+    d_ur = dot_rows(value_ptr + o_up + STRIDE, b_grad, m_right & m_up, m_d)
+    d_bl = dot_rows(value_ptr + o_down, b_grad, m_left & m_down, m_d)
+    d_br = dot_rows(value_ptr + o_down + STRIDE, b_grad, m_right & m_down, m_d)
 
     if NEED_VALUE:
-        left, right = b_w * (1.0 - fx), b_w * fx
-        add_rows(grad_value_ptr + o_ul, b_grad, left * (1.0 - fy), m_ul)
-        add_rows(grad_value_ptr + o_ul + STRIDE, b_grad, right * (1.0 - fy), m_ur)
-        add_rows(grad_value_ptr + o_bl, b_grad, left * fy, m_bl)
-        add_rows(grad_value_ptr + o_bl + STRIDE, b_grad, right * fy, m_br)
+        left, right = tl.where(m_left, b_w * (1.0 - fx), 0.0), tl.where(m_right, b_w * fx, 0.0)
+        up, down = tl.where(m_up, 1.0 - fy, 0.0), tl.where(m_down, fy, 0.0)
+        add_rows(grad_value_ptr + o_up, b_grad, left * up, m_d)
+        add_rows(grad_value_ptr + o_up + STRIDE, b_grad, right * up, m_d)
+        add_rows(grad_value_ptr + o_down, b_grad, left * down, m_d)
+        add_rows(grad_value_ptr + o_down + STRIDE, b_grad, right * down, m_d)
 
+    d_up, d_down = d_ul + (d_ur - d_ul) * fx, d_bl + (d_br - d_bl) * fx
+    g_w = d_up + (d_down - d_up) * fy
+    if SOFTMAX:
+        g_w = b_w * (g_w - per_sample(b_dot, KP, BQ))
+    tl.store(grad_weights_ptr + o_sample, g_w.to(grad_weights_ptr.dtype.element_ty), mask=m_r)
+
+    # By pixel first: a point is a pixel for C = 2, else a factor follows.
     g_x = b_w * ((d_ur - d_ul) * (1.0 - fy) + (d_br - d_bl) * fy)
-    g_y = b_w * (lower - upper)
+    g_y = b_w * (d_down - d_up)
     g_px, g_py = g_x, g_y
     if C == 0:
         g_px, g_py = g_x * width, g_y * height
     if C == 4:
-        g_px, g_py = g_x * (width * scale * rw)[:, None], g_y * (height * scale * rh)[:, None]
-    o_xy = tl.arange(0, 2 * KP)
-    g_xy = tl.reshape(tl.join(g_px, g_py), (BQ, 2 * KP)).to(grad_points_ptr.dtype.element_ty)
-    p_xy = grad_points_ptr + (o_row * (2 * P) + 2 * FIRST)[:, None] + o_xy[None, :]
-    tl.store(p_xy, g_xy, mask=m_q[:, None] & (o_xy < 2 * K)[None, :])
+        g_px, g_py = g_x * (width * scale * rw), g_y * (height * scale * rh)
+    # [R, 2]
+    p_xy = grad_points_ptr + (o_sample * 2)[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(p_xy, tl.join(g_px, g_py).to(grad_points_ptr.dtype.element_ty), mask=m_r[:, None])
     if NEED_REFERENCE:
         # One row per head and level, summed outside in a fixed order.
-        p_ref = grad_reference_ptr + (o_row * L + level) * C
+        p_ref = grad_reference_ptr + (tl.arange(0, BQ) * (M * L) + level) * C
+        m_q = tl.arange(0, BQ) < left_queries
         g_x, g_y = g_x * width, g_y * height
-        tl.store(p_ref, tl.sum(g_x, axis=1), mask=m_q)
-        tl.store(p_ref + 1, tl.sum(g_y, axis=1), mask=m_q)
+        tl.store(p_ref, sum_points(g_x, KP, BQ), mask=m_q)
+        tl.store(p_ref + 1, sum_points(g_y, KP, BQ), mask=m_q)
         if C == 4:
-            tl.store(p_ref + 2, tl.sum(g_x * px, axis=1) * scale, mask=m_q)
-            tl.store(p_ref + 3, tl.sum(g_y * py, axis=1) * scale, mask=m_q)
+            tl.store(p_ref + 2, sum_points(g_x * px, KP, BQ) * scale, mask=m_q)
+            tl.store(p_ref + 3, sum_points(g_y * py, KP, BQ) * scale, mask=m_q)
+
+
+@triton.jit
+def sum_points(b_samples, KP: tl.constexpr, BQ: tl.constexpr):
+    """Sum over a query's points: [KP·BQ] to [BQ]."""
+    return tl.sum(tl.reshape(b_samples, (KP, BQ)), axis=0)
 
 
 @triton.jit(do_not_specialize=["S", "Q", "offset_scale"])
@@ -133,19 +146,30 @@ def msda_backward_kernel(
     i_block = tl.program_id(0) // M
     blocks = tl.cdiv(Q, BQ)
     i_b, i_q = (i_block // blocks).to(tl.int64), i_block % blocks
-    o_q = i_q * BQ + tl.arange(0, BQ)
-    m_q = o_q < Q
-    o_query = i_b * Q + o_q
-    o_row = o_query * M + i_m
-    o_d = tl.arange(0, BD)
-    m_d = o_d < D
-    o_sample = i_b * S * (M * D) + i_m * D
-    value_ptr += o_sample
+    o_first = i_b * Q + i_q * BQ
+    o_value = i_b * S * (M * D) + i_m * D
+    o_head = o_first * M + i_m
+    value_ptr += o_value
+    points_ptr += o_head * (2 * P)
+    weights_ptr += o_head * P
+    grad_ptr += o_head * D
+    grad_points_ptr += o_head * (2 * P)
+    grad_weights_ptr += o_head * P
+    if C > 0:
+        reference_ptr += o_first * (REF_LEVELS * C)
     if NEED_VALUE:
-        grad_value_ptr += o_sample
-    m_qd = m_q[:, None] & m_d[None, :]
+        grad_value_ptr += o_value
+    if NEED_REFERENCE:
+        grad_reference_ptr += o_head * (L * C)
+
+    left_queries = Q - i_q * BQ
+    o_q = tl.arange(0, BQ)
+    m_q = o_q < left_queries
+    o_d = tl.arange(0, BD)
+    m_out = m_q[:, None] & (o_d < D)[None, :]
+    o_out = (o_q * (M * D))[:, None] + o_d[None, :]
     # [BQ, BD]
-    b_grad = tl.load(grad_ptr + (o_row * D)[:, None] + o_d[None, :], mask=m_qd, other=0.0).to(tl.float32)
+    b_grad = tl.load(grad_ptr + o_out, mask=m_out, other=0.0).to(tl.float32)
 
     b_max = tl.zeros([BQ], tl.float32)
     b_scale = tl.zeros([BQ], tl.float32)
@@ -154,13 +178,13 @@ def msda_backward_kernel(
         o_p = tl.arange(0, padded(P))
         m_p = m_q[:, None] & (o_p < P)[None, :]
         # [BQ, padded P]
-        b_logits = tl.load(weights_ptr + (o_row * P)[:, None] + o_p[None, :], mask=m_p, other=-float("inf"))
+        b_logits = tl.load(weights_ptr + (o_q * (M * P))[:, None] + o_p[None, :], mask=m_p, other=-float("inf"))
         b_logits = b_logits.to(tl.float32)
         b_max = tl.where(m_q, tl.max(b_logits, axis=1), 0.0)
-        b_sum = tl.sum(tl.where(m_p, tl.exp(b_logits - b_max[:, None]), 0.0), axis=1)
+        b_sum = tl.sum(tl.exp(b_logits - b_max[:, None]), axis=1)
         b_scale = 1.0 / tl.where(m_q, b_sum, 1.0)
         # Σ p·∂L/∂p = ⟨∂L/∂output, output⟩, the row term of the softmax's gradient.
-        b_output = tl.load(output_ptr + (o_row * D)[:, None] + o_d[None, :], mask=m_qd, other=0.0).to(tl.float32)
+        b_output = tl.load(output_ptr + o_head * D + o_out, mask=m_out, other=0.0).to(tl.float32)
         b_dot = tl.sum(b_grad * b_output, axis=1)
 
     next_start = tl.zeros([], tl.int64)
@@ -170,9 +194,9 @@ def msda_backward_kernel(
         differentiate_level(
             value_ptr, reference_ptr, points_ptr, weights_ptr,
             grad_value_ptr, grad_reference_ptr, grad_points_ptr, grad_weights_ptr,
-            b_grad, b_max, b_scale, b_dot, o_query, o_row, m_q, o_d, m_d,
-            height, width, start, offset_scale, level, L, NUM_POINTS[level], first_point(NUM_POINTS, level),
-            P, M * D, C, REF_LEVELS, SOFTMAX, WIDE, BQ, NEED_VALUE, NEED_REFERENCE,
+            b_grad, b_max, b_scale, b_dot, left_queries, height, width, start, offset_scale,
+            level, L, M, D, NUM_POINTS[level], first_point(NUM_POINTS, level), P, C, REF_LEVELS, SOFTMAX, WIDE,
+            BQ, NEED_VALUE, NEED_REFERENCE,
         )  # fmt: skip
 
 
@@ -201,7 +225,6 @@ def msda_backward(
         problem,
         (grad, value, shapes, starts, reference, points, weights, output)
         + (grad_value, grad_reference, grad_points, grad_weights),
-        backward=True,
         NEED_VALUE=grad_value is not None,
         NEED_REFERENCE=grad_reference is not None,
     )

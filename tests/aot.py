@@ -36,8 +36,7 @@ def compile_variant(kernel, sm, value, parameters="fp32", accumulator="fp32", co
     absent = ["starts_ptr"] + ([] if coordinates else ["reference_ptr"])
     if backward:
         absent += ([] if softmax else ["output_ptr"]) + ([] if need_reference else ["grad_reference_ptr"])
-    widest = max(triton.next_power_of_2(k) for k in counts)
-    BQ, warps = configure(channels, widest, 4 if value == "fp32" else 2, backward)
+    BQ, warps, registers = configure(channels, max(counts), 4 if value == "fp32" else 2)
     constants = dict.fromkeys(absent) | {
         "M": 8, "D": channels, "NUM_POINTS": tuple(counts), "P": sum(counts), "C": coordinates,
         "REF_LEVELS": len(counts) if coordinates else 1, "SOFTMAX": softmax, "HAS_STARTS": False, "WIDE": False,
@@ -49,7 +48,7 @@ def compile_variant(kernel, sm, value, parameters="fp32", accumulator="fp32", co
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "maxnreg": registers})
 
 
 def main() -> None:
