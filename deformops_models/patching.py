@@ -249,7 +249,9 @@ def report(model: nn.Module) -> Report:
             reason = _obstacle(module, family) or _filtered.get(module, "not patched")
             result.skipped.append(Entry(name, cls.__name__, family.name, reason))
         elif _looks_deformable(cls) and next(module.parameters(recurse=True), None) is not None:
-            result.skipped.append(Entry(name, cls.__name__, None, f"class {cls.__module__}.{cls.__name__} is not known"))
+            result.skipped.append(
+                Entry(name, cls.__name__, None, f"class {cls.__module__}.{cls.__name__} is not known")
+            )
     return result
 
 

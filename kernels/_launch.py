@@ -66,7 +66,9 @@ def launch(kernel, problem: Problem, tensors: tuple, **constants) -> None:
     if programs == 0:
         return
     if programs > MAX_PROGRAMS:
-        raise ValueError(f"batch·queries·heads needs {programs} programs, CUDA launches {MAX_PROGRAMS}: split the batch")
+        raise ValueError(
+            f"batch·queries·heads needs {programs} programs, CUDA launches {MAX_PROGRAMS}: split the batch"
+        )
     arguments = (
         *tensors,
         problem.rows,

@@ -35,7 +35,9 @@ class _MultiScaleDeformableAttention(PatchedModule):
                 **kwargs,
             )
         if "residual" in kwargs:
-            warnings.warn("residual= is deprecated in MultiScaleDeformableAttention, use identity=", DeprecationWarning, 2)
+            warnings.warn(
+                "residual= is deprecated in MultiScaleDeformableAttention, use identity=", DeprecationWarning, 2
+            )
             if identity is not None:
                 raise AssertionError("residual= and identity= are the same argument: give one")
             identity = kwargs["residual"]
