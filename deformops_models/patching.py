@@ -248,10 +248,9 @@ def report(model: nn.Module) -> Report:
         elif family is not None:
             reason = _obstacle(module, family) or _filtered.get(module, "not patched")
             result.skipped.append(Entry(name, cls.__name__, family.name, reason))
-        elif _looks_deformable(cls) and next(module.parameters(recurse=True), None) is not None:
-            result.skipped.append(
-                Entry(name, cls.__name__, None, f"class {cls.__module__}.{cls.__name__} is not known")
-            )
+        elif _samples_offsets(module):
+            reason = f"class {cls.__module__}.{cls.__name__} is not known"
+            result.skipped.append(Entry(name, cls.__name__, None, reason))
     return result
 
 
@@ -338,9 +337,9 @@ def _obstacle(module: nn.Module, family: Family) -> str | None:
     return family.mismatch(cls)
 
 
-def _looks_deformable(cls: type) -> bool:
-    name = cls.__name__.lower()
-    return "deform" in name and ("attn" in name or "attention" in name)
+def _samples_offsets(module: nn.Module) -> bool:
+    """Whether a module has the one child that every deformable attention has."""
+    return isinstance(module._modules.get("sampling_offsets"), nn.Module)
 
 
 def _nothing_matched(model: nn.Module, skipped: list[Entry]) -> str:
@@ -348,11 +347,10 @@ def _nothing_matched(model: nn.Module, skipped: list[Entry]) -> str:
     if skipped:
         lines += [f"  {entry}" for entry in skipped]
     else:
-        present = {type(m).__name__: type(m) for m in model.modules()}
         known = [family.class_name for family in families()]
-        near = [name for name, cls in present.items() if _looks_deformable(cls)]
-        near += [name for name in present if difflib.get_close_matches(name, known, 1, 0.7) and name not in near]
-        lines.append(f"  nearest classes in the model: {', '.join(near[:5]) or 'none'}")
+        near = [type(m).__name__ for m in model.modules() if _samples_offsets(m)]
+        near += [n for m in model.modules() if difflib.get_close_matches(n := type(m).__name__, known, 1, 0.7)]
+        lines.append(f"  nearest classes in the model: {', '.join(list(dict.fromkeys(near))[:5]) or 'none'}")
         lines.append(f"  known classes: {', '.join(dict.fromkeys(known))}")
     names = dict.fromkeys(["torch", *(family.framework for family in families())])
     lines.append("  installed: " + ", ".join(f"{name} {_version(name)}" for name in names))
