@@ -15,6 +15,7 @@ import torch
 #: operators, "upstream_forward" counts patched modules that ran upstream's own forward.
 call_counts: Counter[str] = Counter()
 
+_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -45,10 +46,9 @@ def as_backend(backend: Backend | str | None) -> Backend | None:
         raise ValueError(f"backend={backend!r} is not known: use None, {names}") from None
 
 
-@cache
 def interpreting() -> bool:
-    """True when TRITON_INTERPRET=1 was set before the kernels were imported, so that they run on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and triton_problem() is None
+    """True when TRITON_INTERPRET=1 was set before the first import, so that the kernels run on CPU tensors."""
+    return _INTERPRETING
 
 
 @cache
@@ -87,7 +87,8 @@ def _device_problem(device_type: str, index: int | None) -> str | None:
 def _kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _KERNEL_DTYPES:
         return f"{dtype} is not supported by the kernels: use float32, float16 or bfloat16"
-    return _device_problem(device.type, device.index)
+    # A tracer cannot follow the questions to the operating system; a kernel that cannot run raises when it is called.
+    return None if torch.compiler.is_compiling() else _device_problem(device.type, device.index)
 
 
 def resolve(device: torch.device | str, dtype: torch.dtype, backend: Backend | str | None = None) -> Resolution:
