@@ -1,0 +1,142 @@
+"""The command `deformops-models`."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from typing import NoReturn
+
+from deformops_models import __version__
+from deformops_models.console import DTYPES, UsageError, table
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _probability(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+
+
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}: use {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="deformops-models", description="Deformable attention on Triton for published detectors.")
+    parser.add_argument("--version", action="version", version=f"deformops-models {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    command = commands.add_parser("doctor", help="what this machine has and what will run on it")
+    command.add_argument(
+        "--verify", action="store_true", help="check every dtype against float64; exit code 1 on a failure"
+    )
+    command.set_defaults(run=_doctor)
+
+    command = commands.add_parser("checkpoints", help="list the published checkpoints")
+    command.add_argument("--task", help="keep the tasks that contain this text, such as 'panoptic'")
+    command.add_argument("--framework", help="keep this framework: transformers or mmdet")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_checkpoints)
+
+    command = commands.add_parser("predict", help="run a checkpoint on images")
+    command.add_argument("images", nargs="+", metavar="IMAGE", help="image files, or folders of images")
+    command.add_argument("--model", required=True, help="alias of a checkpoint, or a local model folder")
+    command.add_argument("--out", required=True, metavar="DIR", help="folder for the overlay pictures and JSON files")
+    command.add_argument("--threshold", type=_probability, default=0.5, help="lowest score to keep (default: 0.5)")
+    command.add_argument("--task", choices=("instance", "panoptic", "semantic"), help="Mask2Former: instead of its own")
+    command.add_argument(
+        "--size",
+        choices=("eval", "hub"),
+        help="input size: of the published metric, or the repo's or folder's own (default: eval, own for a folder)",
+    )
+    command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    command.add_argument("--dtype", type=_dtype, default="float32", help=f"{', '.join(DTYPES)} (default: float32)")
+    command.add_argument("--json", action="store_true", help="also print all predictions to stdout as JSON")
+    command.set_defaults(run=_predict)
+
+    command = commands.add_parser("demo", help="small detectors on a photo, patched and unpatched; no network, no GPU")
+    command.add_argument("--out", metavar="DIR", default="deformops-demo", help="for pictures (default: %(default)s)")
+    command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    command.set_defaults(run=_demo)
+    return parser
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from deformops_models import doctor
+
+    print(doctor.describe())
+    return doctor.verify() if args.verify else 0
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from deformops_models import hub
+
+    everything = hub.checkpoints()
+    frameworks = sorted({row.framework for row in everything})
+    if args.framework and args.framework not in frameworks:
+        raise UsageError(f"unknown framework {args.framework!r}: use {' or '.join(frameworks)}")
+    rows = [
+        row
+        for row in everything
+        if (not args.framework or row.framework == args.framework)
+        and (not args.task or args.task.lower() in row.task.lower())
+    ]
+    if not rows:
+        tasks = sorted({row.task for row in everything})
+        raise UsageError(f"no checkpoint has a task like {args.task!r}: use {', '.join(tasks)}")
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2, default=str))
+        return 0
+    cells = [("ALIAS", "FRAMEWORK", "TASK", "DATASET", "BACKBONE", "METRIC", "LICENCE")]
+    for row in rows:
+        metric = ", ".join(f"{name} {value}" for name, value in row.metrics.items())
+        facts = (row.alias, row.framework, row.task, row.dataset, row.backbone, metric, row.license)
+        cells.append(tuple(fact or "-" for fact in facts))
+    print(table(cells))
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from deformops_models import predict
+
+    return predict.run(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from deformops_models import demo
+
+    return demo.run(args.out, args.device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    try:
+        args = _parser().parse_args(argv)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        print("deformops-models: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader, such as `head`, has gone; without this the interpreter complains once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,410 @@
+"""`deformops-models predict`: a checkpoint on images; an overlay picture and a JSON file for each."""
+
+import argparse
+import colorsys
+import contextlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deformops_models import hub
+from deformops_models.console import UsageError, output_folder, pick_device, require, whole_file
+from deformops_models.patching import PatchError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Ends the names of written files, which a folder given as input is not searched for.
+_MARK = ".predictions"
+_SUFFIXES = {".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One object or region.
+
+    `box` is (x0, y0, x1, y1) in pixels of the upright image, `mask` (H, W) bool on the CPU or None; a region of
+    semantic segmentation has no score.
+    """
+
+    label: str
+    label_id: int
+    score: float | None
+    box: tuple[float, float, float, float]
+    mask: Tensor | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The mask becomes an uncompressed run-length encoding as in COCO: down the columns, background first."""
+        row = {"label": self.label, "label_id": self.label_id, "score": self.score, "box": self.box}
+        if self.mask is not None:
+            row["mask"] = {"size": list(self.mask.shape), "counts": _run_lengths(self.mask)}
+        return row
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every loader needs besides the model; `size` is as in the processors of `hub`."""
+
+    task: str
+    threshold: float
+    size: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+Detect = Callable[["Image"], list[Prediction]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; see `cli` for its arguments.
+
+    Returns:
+        0 if every image was predicted; 2 if one could not be read, which is said on stderr.
+
+    Raises:
+        UsageError: something was wrong before the first prediction.
+    """
+    require("transformers", "PIL", "tqdm")
+    from tqdm import tqdm
+
+    images = _find_images(args.images)
+    device = pick_device(args.device)
+    loader, task = _choose_loader(args.model, args.task)
+    folder = output_folder(args.out)
+    with _quiet_transformers():
+        try:
+            size = args.size or ("hub" if Path(args.model).expanduser().is_dir() else "eval")
+            options = Options(task, args.threshold, size, device, getattr(torch, args.dtype))
+            detect = loader(args.model, options)
+        except (hub.CheckpointError, PatchError) as error:
+            raise UsageError(str(error)) from error
+        documents, failures = [], 0
+        for source, stem in tqdm(list(zip(images, _stems(images), strict=True)), unit="image", disable=_no_bar(images)):
+            try:
+                image = _read(source)
+            except UsageError as error:
+                failures += 1
+                tqdm.write(f"deformops-models: {error}", file=sys.stderr)
+                continue
+            predictions = detect(image)
+            picture, record = folder / f"{stem}{_MARK}.png", folder / f"{stem}{_MARK}.json"
+            document = {
+                "image": str(source),
+                "width": image.width,
+                "height": image.height,
+                "model": args.model,
+                "task": task,
+                "threshold": args.threshold,
+                "overlay": str(picture),
+                "predictions": [prediction.as_json() for prediction in predictions],
+            }
+            with whole_file(picture) as temporary:
+                draw(image, predictions).save(temporary)
+            with whole_file(record) as temporary:
+                temporary.write_text(json.dumps(document), encoding="utf-8")
+            if args.json:
+                documents.append(document)
+            else:
+                tqdm.write(f"{source}: {_summary(predictions)} -> {picture}")
+    if args.json:
+        print(json.dumps(documents, indent=2))
+    return 2 if failures else 0
+
+
+def _no_bar(images: Sequence[Path]) -> bool | None:
+    """No progress bar for a single image; None lets tqdm show one only on a terminal."""
+    return True if len(images) == 1 else None
+
+
+def _summary(predictions: Sequence[Prediction]) -> str:
+    names = [prediction.label for prediction in predictions]
+    counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    return counts or "nothing above the threshold"
+
+
+def _find_images(arguments: Iterable[str]) -> list[Path]:
+    """Files as they are given, folders as the sorted images in them; every one exists and has an image's header."""
+    found: dict[Path, Path] = {}
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        try:
+            if path.is_dir():
+                files = [file for file in sorted(path.iterdir()) if _is_input(file)]
+                if not files:
+                    raise UsageError(f"{argument}: no images in this folder")
+            elif path.exists():
+                files = [path]
+            else:
+                raise UsageError(f"{argument}: no such file or folder")
+        except OSError as error:
+            raise UsageError(f"{argument}: cannot read it: {error.strerror}") from None
+        found |= {file.resolve(): file for file in files}
+    for file in found.values():
+        _read(file, header_only=True)
+    return list(found.values())
+
+
+def _is_input(file: Path) -> bool:
+    hidden_or_ours = file.name.startswith(".") or file.stem.endswith(_MARK)
+    return file.suffix.lower() in _SUFFIXES and not hidden_or_ours and file.is_file()
+
+
+def _read(path: Path, header_only: bool = False) -> "Image | None":
+    """The image upright and in RGB.
+
+    Raises:
+        UsageError: the file cannot be read or is not an image.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            if header_only:
+                return None
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I;16"):  # convert() would clip 16 bits to 255
+                upright = upright.point(lambda level: level / 256).convert("L")
+            elif upright.mode == "P":
+                upright = upright.convert("RGBA")
+            return upright.convert("RGB")
+    except Image.UnidentifiedImageError:
+        raise UsageError(f"{path}: not an image") from None
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot read it: {reason}") from None
+
+
+def _stems(paths: Sequence[Path]) -> list[str]:
+    """A name for each output, unique also where file systems ignore case: `a`, then `a-2` and so on."""
+    taken: set[str] = set()
+    names = []
+    for path in paths:
+        name, count = path.stem, 1
+        while name.casefold() in taken:
+            count += 1
+            name = f"{path.stem}-{count}"
+        taken.add(name.casefold())
+        names.append(name)
+    return names
+
+
+def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect], str]:
+    """Which function loads the alias or folder, and its task, without loading anything."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        name = _folder_loader(folder)
+        published = next((known for known in _POST_PROCESS if known in folder.resolve().name), "instance")
+    elif model.startswith((".", "/", "~")):
+        raise UsageError(f"--model {model}: no such folder")
+    else:
+        try:
+            row = hub.find_checkpoint(model)
+        except hub.CheckpointError as error:
+            raise UsageError(str(error)) from None
+        name, published = row.loader, row.task.split()[0]
+    if name == "Mask2Former":
+        return _load_mask2former, task or published
+    if task:
+        raise UsageError(f"--task is for Mask2Former, {model} detects objects")
+    return {"DeformableDETR": _load_deformable_detr, "DINO": _load_mmdet}[name], "object"
+
+
+def _folder_loader(folder: Path) -> str:
+    try:
+        config = folder / "config.json"
+        if not config.is_file():
+            if any(folder.glob("*.py")):
+                return "DINO"
+            raise UsageError(f"--model {folder}: neither a config.json (transformers) nor a config .py (mmdet) in it")
+        kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"--model {folder}: cannot read its config.json: {error}") from None
+    loaders = {"mask2former": "Mask2Former", "deformable_detr": "DeformableDETR"}
+    if kind not in loaders:
+        raise UsageError(f"--model {folder}: model_type {kind!r} is not supported: {' and '.join(loaders)} are")
+    return loaders[kind]
+
+
+def _load_mask2former(name: str, options: Options) -> Detect:
+    model, forward = _load_transformers(hub.Mask2Former, name, options)
+    names = model.config.id2label
+    post_process = _POST_PROCESS[options.task]
+
+    def detect(image: "Image") -> list[Prediction]:
+        processor, outputs = forward(image)
+        masks = post_process(processor, outputs, options.threshold, (image.height, image.width))
+        visible = (row for row in masks if row[2].any())
+        return [Prediction(names[label], label, score, _bounding_box(mask), mask) for label, score, mask in visible]
+
+    return detect
+
+
+Masks = Iterator[tuple[int, float | None, Tensor]]
+
+
+def _instances(processor: Any, outputs: Any, threshold: float, size: tuple[int, int]) -> Masks:
+    [result] = processor.post_process_instance_segmentation(
+        outputs, threshold=threshold, target_sizes=[size], return_binary_maps=True
+    )
+    for segment in result["segments_info"]:
+        yield segment["label_id"], segment["score"], result["segmentation"][segment["id"]].bool()
+
+
+def _panoptic(processor: Any, outputs: Any, threshold: float, size: tuple[int, int]) -> Masks:
+    [result] = processor.post_process_panoptic_segmentation(
+        outputs, threshold=threshold, target_sizes=[size], label_ids_to_fuse=set()
+    )
+    for segment in result["segments_info"]:
+        yield segment["label_id"], segment["score"], result["segmentation"] == segment["id"]
+
+
+def _semantic(processor: Any, outputs: Any, threshold: float, size: tuple[int, int]) -> Masks:
+    [classes] = processor.post_process_semantic_segmentation(outputs, target_sizes=[size])
+    for label in classes.unique().tolist():
+        yield label, None, classes == label
+
+
+_POST_PROCESS = {"instance": _instances, "panoptic": _panoptic, "semantic": _semantic}
+
+
+def _load_deformable_detr(name: str, options: Options) -> Detect:
+    model, forward = _load_transformers(hub.DeformableDETR, name, options)
+    names = model.config.id2label
+
+    def detect(image: "Image") -> list[Prediction]:
+        processor, outputs = forward(image)
+        [result] = processor.post_process_object_detection(
+            outputs, threshold=options.threshold, target_sizes=[(image.height, image.width)]
+        )
+        return _from_boxes(result["boxes"], result["labels"], result["scores"], names)
+
+    return detect
+
+
+def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, Callable]:
+    """The model, and a function from an image to its processor and its outputs in float32 on the CPU."""
+    require("transformers", "transformers", "timm", "safetensors", "torchvision")
+    device, dtype = options.device, options.dtype
+    processor = loader.processor(name, options.size)
+    model = loader.from_pretrained(name, device=device, dtype=dtype)
+
+    def forward(image: "Image") -> tuple[Any, Any]:
+        inputs = processor(images=image, return_tensors="pt")
+        with torch.inference_mode():
+            outputs = model(inputs["pixel_values"].to(device, dtype), pixel_mask=inputs["pixel_mask"].to(device))
+        for key, value in outputs.items():
+            if isinstance(value, Tensor):
+                outputs[key] = value.float().cpu()
+        return processor, outputs
+
+    return model, forward
+
+
+def _load_mmdet(name: str, options: Options) -> Detect:
+    require("mmdet", "mmengine", "mmcv", "mmdet")
+    prepare = hub.DINO.processor(name, options.size)
+    model = hub.DINO.from_pretrained(name, device=options.device)
+    names = model.dataset_meta["classes"]
+
+    def detect(image: "Image") -> list[Prediction]:
+        # mmdet makes float32 images and positions, so half precision has to come from autocast.
+        half = torch.autocast(options.device.type, options.dtype, enabled=options.dtype != torch.float32)
+        with torch.inference_mode(), half, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.meshgrid")  # mmdet's calls
+            [sample] = model.test_step(prepare(image))
+        found = sample.pred_instances
+        found = found[found.scores > options.threshold]
+        return _from_boxes(found.bboxes, found.labels, found.scores, names)
+
+    return detect
+
+
+def _from_boxes(boxes: Tensor, labels: Tensor, scores: Tensor, names: Any) -> list[Prediction]:
+    rows = zip(boxes.float().tolist(), labels.tolist(), scores.float().tolist(), strict=True)
+    return [Prediction(names[label], label, score, tuple(box)) for box, label, score in rows]
+
+
+def _bounding_box(mask: Tensor) -> tuple[float, float, float, float]:
+    ys, xs = mask.any(1).nonzero(), mask.any(0).nonzero()
+    return float(xs[0]), float(ys[0]), float(xs[-1] + 1), float(ys[-1] + 1)
+
+
+def _run_lengths(mask: Tensor) -> list[int]:
+    """Lengths of the runs down the columns of (H, W), beginning with the background's, which may be 0."""
+    pixels = mask.T.flatten()
+    borders = (pixels[1:] != pixels[:-1]).nonzero().flatten() + 1
+    edges = torch.cat([borders.new_zeros(1), borders, borders.new_tensor([len(pixels)])])
+    return [0] * bool(pixels[0]) + edges.diff().tolist()
+
+
+def draw(image: "Image", predictions: Sequence[Prediction]) -> "Image":
+    """Draws masks, boxes, names and scores; objects with the best scores come on top."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    canvas = image.copy()
+    ordered = sorted(predictions, key=lambda p: -1 if p.score is None else p.score)
+    colors = [_color(p.label_id if p.score is None else i) for i, p in enumerate(ordered)]
+    for prediction, color in zip(ordered, colors, strict=True):
+        if prediction.mask is not None:
+            opacity = Image.fromarray(prediction.mask.to(torch.uint8).mul(120).numpy())
+            canvas.paste(color, (0, 0, *image.size), opacity)
+    pen = ImageDraw.Draw(canvas)
+    unit = max(image.size)
+    font = ImageFont.load_default(max(11, unit / 50))
+    for prediction, color in zip(ordered, colors, strict=True):
+        x0, y0, x1, y1 = prediction.box
+        if prediction.score is not None and x0 <= x1 and y0 <= y1:
+            pen.rectangle((x0, y0, x1, y1), outline=color, width=max(2, unit // 400))
+    for prediction, color in zip(ordered, colors, strict=True):
+        text = prediction.label if prediction.score is None else f"{prediction.label} {prediction.score:.2f}"
+        x, y = prediction.box[:2] if prediction.score is not None else _inner_point(prediction.mask)
+        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
+        x = min(max(x, 0), max(image.width - right - 4, 0))
+        y = min(max(y, 0), max(image.height - bottom - 4, 0))
+        pen.rectangle((x, y, x + right + 4, y + bottom + 4), fill=color)
+        pen.text((x + 2, y + 2), text, fill=(0, 0, 0), font=font)
+    return canvas
+
+
+def _color(index: int) -> tuple[int, int, int]:
+    """Neighbouring indices get hues that are far apart."""
+    red, green, blue = colorsys.hsv_to_rgb(index * 0.618034 % 1, 0.65, 1)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def _inner_point(mask: Tensor) -> tuple[float, float]:
+    """x and y of a pixel of the mask near its middle."""
+    rows = mask.sum(1).cumsum(0)
+    y = int((rows >= rows[-1] / 2).nonzero()[0])
+    while not mask[y].any():
+        y -= 1
+    xs = mask[y].nonzero().flatten()
+    return float(xs[len(xs) // 2]), float(y)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' loading bars and warnings out of the command's output."""
+    import importlib.util
+
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
