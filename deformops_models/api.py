@@ -61,7 +61,7 @@ def msda(
     if method not in ("linear", "softmax"):
         raise ValueError(f"method={method!r} is not known: use 'linear' or 'softmax'")
     points, counts = _flatten_points("sampling_locations", sampling_locations, spatial_shapes, num_points)
-    weights = _flatten_weights("attention_weights", attention_weights, points)
+    weights = _flatten_weights("attention_weights", attention_weights, points, counts)
     options = (counts, method == "softmax", 1.0)
     return _run(value, spatial_shapes, level_start_index, None, points, weights, options, backend, fp32_grad_accum)
 
@@ -100,7 +100,7 @@ def deformable_attention(
         As `msda`.
     """
     points, counts = _flatten_points("sampling_offsets", sampling_offsets, spatial_shapes, num_points)
-    weights = _flatten_weights("attention_logits", attention_logits, points)
+    weights = _flatten_weights("attention_logits", attention_logits, points, counts)
     _check_reference(reference_points, points, len(counts))
     options = (counts, True, float(offset_scale))
     return _run(
@@ -111,7 +111,10 @@ def deformable_attention(
 def _run(value, shapes, starts, reference_points, points, weights, options, backend, fp32_grad_accum) -> Tensor:
     counts, softmax, offset_scale = options
     _check_value(value, points)
-    operands = {"value": value, "reference_points": reference_points, "points": points, "weights": weights}
+    names = ("sampling_locations", "attention_weights")
+    if reference_points is not None:
+        names = ("sampling_offsets", "attention_logits")
+    operands = {"value": value, "reference_points": reference_points, names[0]: points, names[1]: weights}
     for name, tensor in operands.items():
         if tensor is None:
             continue
@@ -128,14 +131,15 @@ def _run(value, shapes, starts, reference_points, points, weights, options, back
             softmax=softmax, offset_scale=offset_scale,
         )  # fmt: skip
     shapes, starts = _device_layout(shapes, starts, len(counts), value)
+    full_precision = fp32_grad_accum is not False
     return ops.msda_forward(
-        value, shapes, starts, reference_points, points, weights, counts, softmax, offset_scale, fp32_grad_accum is not False
+        value, shapes, starts, reference_points, points, weights, counts, softmax, offset_scale, full_precision
     )
 
 
 def _flatten_points(name: str, points: Tensor, shapes: Sizes, num_points) -> tuple[Tensor, list[int]]:
     """Points as (B, Q, M, P, 2) and the count of each level."""
-    levels = len(shapes)
+    levels = _count_levels(shapes)
     if not 1 <= levels <= MAX_LEVELS:
         raise ValueError(f"spatial_shapes has {levels} levels: 1 to {MAX_LEVELS} are supported")
     if points.shape[-1] != 2 or points.dim() not in (5, 6):
@@ -143,6 +147,8 @@ def _flatten_points(name: str, points: Tensor, shapes: Sizes, num_points) -> tup
     if points.dim() == 6:
         if points.shape[3] != levels:
             raise ValueError(f"{name} has {points.shape[3]} levels in its axis 3 but spatial_shapes has {levels}")
+        if points.shape[4] < 1:
+            raise ValueError(f"{name} has shape {tuple(points.shape)}: a level needs at least one point")
         if num_points is not None and list(num_points) != [points.shape[4]] * levels:
             raise ValueError(f"num_points={list(num_points)} does not fit {name} {tuple(points.shape)}: leave it out")
         return points.flatten(3, 4), [points.shape[4]] * levels
@@ -156,9 +162,21 @@ def _flatten_points(name: str, points: Tensor, shapes: Sizes, num_points) -> tup
     return points, counts
 
 
-def _flatten_weights(name: str, weights: Tensor, points: Tensor) -> Tensor:
+def _count_levels(shapes: Sizes) -> int:
+    if isinstance(shapes, Tensor):
+        if shapes.dim() == 2 and shapes.shape[1] == 2:
+            return shapes.shape[0]
+        raise ValueError(f"spatial_shapes has shape {tuple(shapes.shape)}: (L, 2) as (H, W) is expected")
+    if not all(hasattr(pair, "__len__") and len(pair) == 2 for pair in shapes):
+        raise ValueError(f"spatial_shapes={shapes}: one pair (H, W) per level is expected")
+    return len(shapes)
+
+
+def _flatten_weights(name: str, weights: Tensor, points: Tensor, counts: list[int]) -> Tensor:
     """Weights as (B, Q, M, P)."""
-    flat = weights.flatten(3) if weights.dim() == 5 else weights
+    flat = weights
+    if weights.dim() == 5 and weights.shape[3] == len(counts):
+        flat = weights.flatten(3)
     if flat.shape != points.shape[:-1]:
         raise ValueError(f"{name} has shape {tuple(weights.shape)}, the points ask for {tuple(points.shape[:-1])}")
     return flat
@@ -186,6 +204,10 @@ def _check_value(value: Tensor, points: Tensor) -> None:
 
 def _check_layout(sizes: list[tuple[int, int]], starts: list[int], rows: int) -> None:
     for level, ((height, width), start) in enumerate(zip(sizes, starts, strict=True)):
+        if isinstance(height, float) or isinstance(width, float) or isinstance(start, float):
+            raise TypeError(
+                f"spatial_shapes and level_start_index hold {height}, {width}, {start} for level {level}: use integers"
+            )
         if height < 0 or width < 0 or start < 0 or start + height * width > rows:
             raise ValueError(
                 f"spatial_shapes and level_start_index put level {level} ({height}×{width}) at rows {start} to "
@@ -207,10 +229,12 @@ def _as_lists(shapes: Sizes, starts: Starts, levels: int) -> tuple[list[tuple[in
     sizes = [(height, width) for height, width in pairs]
     if starts is None:
         return sizes, ops.level_starts(sizes)
-    starts = list(starts.tolist() if isinstance(starts, Tensor) else starts)
+    if isinstance(starts, Tensor):
+        _check_starts(starts, levels)
+        starts = starts.tolist()
     if len(starts) != levels:
         raise ValueError(f"level_start_index has {len(starts)} entries but there are {levels} levels")
-    return sizes, starts
+    return sizes, list(starts)
 
 
 def _host_layout(shapes: Sizes, starts: Starts, levels: int, rows: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -229,20 +253,22 @@ def _device_layout(shapes: Sizes, starts: Starts, levels: int, value: Tensor) ->
     """Sizes and first rows as tensors on value's device, without waiting for it."""
     if isinstance(shapes, Tensor) and shapes.device == value.device and shapes.device.type != "cpu":
         _check_ints("spatial_shapes", shapes)
-        if shapes.shape != (levels, 2):
-            raise ValueError(f"spatial_shapes has shape {tuple(shapes.shape)}: ({levels}, 2) is expected")
         if starts is None:
             return shapes, None
         if isinstance(starts, Tensor) and starts.device == value.device:
             _check_ints("level_start_index", starts)
-            if starts.shape != (levels,):
-                raise ValueError(f"level_start_index has shape {tuple(starts.shape)}: ({levels},) is expected")
+            _check_starts(starts, levels)
             return shapes, starts
         starts = starts.tolist() if isinstance(starts, Tensor) else list(starts)
         return shapes, _device_tensor(tuple(starts), value.device)
     sizes, first_rows = _host_layout(shapes, starts, levels, value.shape[1])
     shapes = _device_tensor(tuple(sizes), value.device)
     return shapes, None if starts is None else _device_tensor(tuple(first_rows), value.device)
+
+
+def _check_starts(starts: Tensor, levels: int) -> None:
+    if starts.shape != (levels,):
+        raise ValueError(f"level_start_index has shape {tuple(starts.shape)}: ({levels},) is expected")
 
 
 def _check_ints(name: str, tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ _OPTIONS = "int[] num_points, bool softmax, float offset_scale"
 _LIBRARY = torch.library.Library("deformops_models", "DEF")
 _LIBRARY.define(f"msda_forward({_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum) -> Tensor")
 _LIBRARY.define(
-    f"msda_backward(Tensor grad, {_OPERANDS}, Tensor? output, {_OPTIONS}, bool fp32_grad_accum, "
+    f"msda_backward(Tensor grad, {_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum, "
     "bool need_value, bool need_reference) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -39,7 +39,7 @@ def _forward(value, shapes, starts, reference, points, weights, num_points, soft
 
 
 def _backward(
-    grad, value, shapes, starts, reference, points, weights, output,
+    grad, value, shapes, starts, reference, points, weights,
     num_points, softmax, offset_scale, fp32_grad_accum, need_value, need_reference,
 ):  # fmt: skip
     from deformops_models.kernels._launch import Problem
@@ -58,7 +58,7 @@ def _backward(
     grad_points = torch.empty(points.shape, dtype=points.dtype, device=points.device)
     grad_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
     problem = Problem.of(value, reference, points, num_points, softmax, offset_scale)
-    tensors = (grad, value, shapes, starts, reference, points, weights, output)
+    tensors = (grad, value, shapes, starts, reference, points, weights)
     operands = [t if t is None else t.contiguous() for t in tensors]
     kernel(*operands, grad_value, grad_reference, grad_points, grad_weights, problem)
     call_counts["msda_backward"] += 1
@@ -116,13 +116,14 @@ def _forward_cpu(*arguments):
 def _backward_cpu(*arguments):
     if interpreting():
         return _backward(*arguments)
-    grad, value, shapes, starts, reference, points, weights, _, *options, _, need_value, need_reference = arguments
-    inputs = (value, reference, points, weights)
-    with torch.enable_grad():
-        value, reference, points, weights = (t if t is None else t.detach().requires_grad_() for t in inputs)
-        output = _plain(value, shapes, starts, reference, points, weights, *options)
+    grad, value, shapes, starts, reference, points, weights, *options, _, need_value, need_reference = arguments
+
+    def run(value, points, weights, reference=reference):
+        return _plain(value, shapes, starts, reference, points, weights, *options)
+
+    # The dispatcher has switched autograd off in here; `vjp` brings its own.
     wanted = [value, points, weights] + ([reference] if need_reference else [])
-    grad_value, grad_points, grad_weights, *rest = torch.autograd.grad(output, wanted, grad)
+    grad_value, grad_points, grad_weights, *rest = torch.func.vjp(run, *wanted)[1](grad)
     none = value.new_empty(0)
     return (grad_value if need_value else none, rest[0] if rest else none.clone(), grad_points, grad_weights)
 
@@ -140,7 +141,7 @@ def _(value, shapes, starts, reference, points, weights, *options):
 
 
 @torch.library.register_fake("deformops_models::msda_backward", lib=_LIBRARY)
-def _(grad, value, shapes, starts, reference, points, weights, output, *options):
+def _(grad, value, shapes, starts, reference, points, weights, *options):
     *_, need_value, need_reference = options
     return (
         value.new_empty(value.shape if need_value else (0,)),
@@ -152,8 +153,7 @@ def _(grad, value, shapes, starts, reference, points, weights, output, *options)
 
 def _save(ctx, inputs, output):
     value, shapes, starts, reference, points, weights, *ctx.options = inputs
-    softmax = ctx.options[1]
-    ctx.save_for_backward(value, shapes, starts, reference, points, weights, output if softmax else None)
+    ctx.save_for_backward(value, shapes, starts, reference, points, weights)
 
 
 def _differentiate(ctx, grad):

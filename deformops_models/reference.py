@@ -1,7 +1,7 @@
 """The specification of multi-scale deformable attention in plain PyTorch, on any device and in any dtype.
 
 Deformable DETR (https://arxiv.org/abs/2010.04159), equation 3. Shape symbols: B batch, Q queries, S = sum of H_l·W_l,
-M heads, D channels per head, L levels, P points over all levels (level by level), C coordinates of a reference (2 or 4).
+M heads, D channels per head, L levels, P points over all levels (level by level), C coordinates of a reference (2, 4).
 """
 
 from collections.abc import Sequence
@@ -62,11 +62,12 @@ def msda(
         x, y = x.where(inside, 0), y.where(inside, 0)
         x0, y0 = x.detach().floor(), y.detach().floor()
         fx, fy = x - x0, y - y0
+        x0, y0 = x0.long(), y0.long()
         for yc, wy in ((y0, 1 - fy), (y0 + 1, fy)):
             for xc, wx in ((x0, 1 - fx), (x0 + 1, fx)):
                 valid = inside & (xc >= 0) & (xc < width) & (yc >= 0) & (yc < height)
                 weight = (weights[..., o_p] * (wx * wy).where(valid, 0)).transpose(1, 2)  # B M Q K
-                index = (start + yc * width + xc).where(valid, 0).long().transpose(1, 2).reshape(batch, heads, -1, 1)
+                index = (start + yc * width + xc).where(valid, 0).transpose(1, 2).flatten(2).unsqueeze(-1)
                 sample = rows.gather(2, index.expand(-1, -1, -1, channels)).view(*weight.shape, channels)
                 sample = sample.where(valid.transpose(1, 2).unsqueeze(-1), 0)
                 output = output + (weight.unsqueeze(-1) * sample).sum(3)
@@ -76,7 +77,7 @@ def msda(
 def pixels(
     points: Tensor, reference: Tensor | None, level: int, height: int, width: int, count: int, offset_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Turns one level's points (B, Q, M, K, 2) into pixel coordinates x, y, each (B, Q, M, K); 0 is a pixel's centre."""
+    """Turns one level's points (B, Q, M, K, 2) into pixel coordinates x, y, each (B, Q, M, K); 0 is a pixel centre."""
     x, y = points.unbind(-1)
     if reference is None:
         return x * width - 0.5, y * height - 0.5
@@ -85,6 +86,12 @@ def pixels(
         return box[..., 0] * width - 0.5 + x, box[..., 1] * height - 0.5 + y
     scale = offset_scale / count
     return (
-        (box[..., 0] + x * scale * box[..., 2]) * width - 0.5,
-        (box[..., 1] + y * scale * box[..., 3]) * height - 0.5,
+        (box[..., 0] + _product(x * scale, box[..., 2])) * width - 0.5,
+        (box[..., 1] + _product(y * scale, box[..., 3])) * height - 0.5,
     )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a·b, or NaN where that is not finite; there the factors' gradients are zero instead of zero times infinity."""
+    finite = (a * b).isfinite()
+    return (a.where(finite, 0) * b.where(finite, 0)).where(finite, float("nan"))

@@ -43,7 +43,7 @@ class Problem:
 
 
 @lru_cache(maxsize=1024)
-def configure(channels: int, points: int, itemsize: int) -> tuple[int, int, int]:
+def configure(channels: int, points: int, itemsize: int, backward: bool) -> tuple[int, int, int | None]:
     """(BQ, num_warps, maxnreg) by rule.
 
     A warp takes 512 elements of a corner's tile, 16 per thread: with more rows Triton exchanges the samples' weights
@@ -55,13 +55,15 @@ def configure(channels: int, points: int, itemsize: int) -> tuple[int, int, int]
         itemsize: bytes of a value element.
     """
     row = triton.next_power_of_2(channels) * triton.next_power_of_2(points)
-    return max(1, 512 // row), min(4, max(1, row // 512)), 96 if itemsize == 2 else 128
+    # The forward hides latency with many warps; the backward waits for atomics and is better without spills.
+    registers = None if backward else 96 if itemsize == 2 else 128
+    return max(1, 512 // row), min(4, max(1, row // 512)), registers
 
 
-def launch(kernel, problem: Problem, tensors: tuple, **constants) -> None:
+def launch(kernel, problem: Problem, tensors: tuple, *, backward: bool, **constants) -> None:
     """Launches `kernel` on the device of the value tensor; the other device's current stream is left alone."""
     value, starts = tensors[1], tensors[3]
-    BQ, warps, registers = configure(problem.channels, max(problem.num_points), value.element_size())
+    BQ, warps, registers = configure(problem.channels, max(problem.num_points), value.element_size(), backward)
     programs = problem.batch * triton.cdiv(problem.queries, BQ) * problem.heads
     if programs == 0:
         return

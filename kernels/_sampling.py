@@ -94,3 +94,21 @@ def row_offset(x, y, start, width, STRIDE: tl.constexpr, WIDE: tl.constexpr):
         return row.to(tl.int64) * STRIDE
     else:
         return row * STRIDE
+
+
+@triton.jit
+def line_offset(width, STRIDE: tl.constexpr, WIDE: tl.constexpr):
+    """Offset from a pixel to the one below it."""
+    if WIDE:
+        return width.to(tl.int64) * STRIDE
+    else:
+        return width * STRIDE
+
+
+@triton.jit
+def corner_weights(b_w, fx, fy, m_left, m_right, m_up, m_down):
+    """Weights of the upper left, upper right, lower left and lower right pixel; zero outside, also for a NaN in b_w."""
+    left, right = tl.where(m_left, b_w * (1.0 - fx), 0.0), tl.where(m_right, b_w * fx, 0.0)
+    w_ul, w_ur = tl.where(m_up, left * (1.0 - fy), 0.0), tl.where(m_up, right * (1.0 - fy), 0.0)
+    w_bl, w_br = tl.where(m_down, left * fy, 0.0), tl.where(m_down, right * fy, 0.0)
+    return w_ul, w_ur, w_bl, w_br

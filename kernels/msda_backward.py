@@ -5,8 +5,10 @@ import triton.language as tl
 
 from deformops_models.kernels._launch import Problem, launch
 from deformops_models.kernels._sampling import (
+    corner_weights,
     corners,
     first_point,
+    line_offset,
     load_axis,
     load_level,
     padded,
@@ -33,19 +35,20 @@ def dot_rows(pointers, b_grad, mask, m_d):
 @triton.jit
 def differentiate_level(
     value_ptr, reference_ptr, points_ptr, weights_ptr,
-    grad_value_ptr, grad_reference_ptr, grad_points_ptr, grad_weights_ptr,
-    b_grad, b_max, b_scale, b_dot, left_queries, height, width, start, offset_scale,
+    grad_value_ptr, grad_reference_ptr, grad_points_ptr,
+    b_grad, b_max, b_scale, left_queries, height, width, start, offset_scale,
     level: tl.constexpr, L: tl.constexpr, M: tl.constexpr, D: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     P: tl.constexpr, C: tl.constexpr, REF_LEVELS: tl.constexpr, SOFTMAX: tl.constexpr, WIDE: tl.constexpr,
     BQ: tl.constexpr, NEED_VALUE: tl.constexpr, NEED_REFERENCE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients that flow through one level's K points."""
+    """Writes the gradients of one level's points and rows; returns its weights and their gradients, each [R]."""
     KP: tl.constexpr = padded(K)
     BD: tl.constexpr = padded(D)
     STRIDE: tl.constexpr = M * D
     o_q, o_sample, m_r = sample_rows(left_queries, M, K, FIRST, P, BQ)
     # [R]
-    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=0.0).to(tl.float32)
+    ABSENT: tl.constexpr = float("-inf") if SOFTMAX else 0.0
+    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=ABSENT).to(tl.float32)
     if SOFTMAX:
         b_w = tl.exp(b_w - per_sample(b_max, KP, BQ)) * per_sample(b_scale, KP, BQ)
     o_ref = o_q * REF_LEVELS + level % REF_LEVELS
@@ -60,7 +63,7 @@ def differentiate_level(
     # [R, BD]
     b_grad = tl.reshape(tl.broadcast_to(b_grad[None, :, :], (KP, BQ, BD)), (KP * BQ, BD))
     o_up = row_offset(x0, y0, start, width, STRIDE, WIDE)[:, None] + o_d
-    o_down = o_up + width * STRIDE
+    o_down = o_up + line_offset(width, STRIDE, WIDE)
     # [R]
     d_ul = dot_rows(value_ptr + o_up, b_grad, m_left & m_up, m_d)
     d_ur = dot_rows(value_ptr + o_up + STRIDE, b_grad, m_right & m_up, m_d)
@@ -68,19 +71,14 @@ def differentiate_level(
     d_br = dot_rows(value_ptr + o_down + STRIDE, b_grad, m_right & m_down, m_d)
 
     if NEED_VALUE:
-        left, right = tl.where(m_left, b_w * (1.0 - fx), 0.0), tl.where(m_right, b_w * fx, 0.0)
-        up, down = tl.where(m_up, 1.0 - fy, 0.0), tl.where(m_down, fy, 0.0)
-        add_rows(grad_value_ptr + o_up, b_grad, left * up, m_d)
-        add_rows(grad_value_ptr + o_up + STRIDE, b_grad, right * up, m_d)
-        add_rows(grad_value_ptr + o_down, b_grad, left * down, m_d)
-        add_rows(grad_value_ptr + o_down + STRIDE, b_grad, right * down, m_d)
+        w_ul, w_ur, w_bl, w_br = corner_weights(b_w, fx, fy, m_left, m_right, m_up, m_down)
+        add_rows(grad_value_ptr + o_up, b_grad, w_ul, m_d)
+        add_rows(grad_value_ptr + o_up + STRIDE, b_grad, w_ur, m_d)
+        add_rows(grad_value_ptr + o_down, b_grad, w_bl, m_d)
+        add_rows(grad_value_ptr + o_down + STRIDE, b_grad, w_br, m_d)
 
     d_up, d_down = d_ul + (d_ur - d_ul) * fx, d_bl + (d_br - d_bl) * fx
     g_w = d_up + (d_down - d_up) * fy
-    if SOFTMAX:
-        g_w = b_w * (g_w - per_sample(b_dot, KP, BQ))
-    tl.store(grad_weights_ptr + o_sample, g_w.to(grad_weights_ptr.dtype.element_ty), mask=m_r)
-
     # By pixel first: a point is a pixel for C = 2, else a factor follows.
     g_x = b_w * ((d_ur - d_ul) * (1.0 - fy) + (d_br - d_bl) * fy)
     g_y = b_w * (d_down - d_up)
@@ -88,7 +86,10 @@ def differentiate_level(
     if C == 0:
         g_px, g_py = g_x * width, g_y * height
     if C == 4:
-        g_px, g_py = g_x * (width * scale * rw), g_y * (height * scale * rh)
+        # A point that samples nothing has no gradient, also where it or its reference is not finite.
+        px, py = tl.where(g_x == 0.0, 0.0, px), tl.where(g_y == 0.0, 0.0, py)
+        g_px = tl.where(g_x == 0.0, 0.0, g_x * (width * scale * rw))
+        g_py = tl.where(g_y == 0.0, 0.0, g_y * (height * scale * rh))
     # [R, 2]
     p_xy = grad_points_ptr + (o_sample * 2)[:, None] + tl.arange(0, 2)[None, :]
     tl.store(p_xy, tl.join(g_px, g_py).to(grad_points_ptr.dtype.element_ty), mask=m_r[:, None])
@@ -102,6 +103,7 @@ def differentiate_level(
         if C == 4:
             tl.store(p_ref + 2, sum_points(g_x * px, KP, BQ) * scale, mask=m_q)
             tl.store(p_ref + 3, sum_points(g_y * py, KP, BQ) * scale, mask=m_q)
+    return b_w, g_w
 
 
 @triton.jit
@@ -119,7 +121,6 @@ def msda_backward_kernel(
     reference_ptr,
     points_ptr,
     weights_ptr,
-    output_ptr,
     grad_value_ptr,
     grad_reference_ptr,
     grad_points_ptr,
@@ -173,7 +174,6 @@ def msda_backward_kernel(
 
     b_max = tl.zeros([BQ], tl.float32)
     b_scale = tl.zeros([BQ], tl.float32)
-    b_dot = tl.zeros([BQ], tl.float32)
     if SOFTMAX:
         o_p = tl.arange(0, padded(P))
         m_p = m_q[:, None] & (o_p < P)[None, :]
@@ -183,21 +183,31 @@ def msda_backward_kernel(
         b_max = tl.where(m_q, tl.max(b_logits, axis=1), 0.0)
         b_sum = tl.sum(tl.exp(b_logits - b_max[:, None]), axis=1)
         b_scale = 1.0 / tl.where(m_q, b_sum, 1.0)
-        # Σ p·∂L/∂p = ⟨∂L/∂output, output⟩, the row term of the softmax's gradient.
-        b_output = tl.load(output_ptr + o_head * D + o_out, mask=m_out, other=0.0).to(tl.float32)
-        b_dot = tl.sum(b_grad * b_output, axis=1)
 
     next_start = tl.zeros([], tl.int64)
+    b_weights, g_weights = (), ()
+    b_dot = tl.zeros([BQ], tl.float32)
     for level in tl.static_range(L):
         height, width, start, fits = load_level(shapes_ptr, starts_ptr, level, next_start, S, HAS_STARTS)
         next_start = start + height.to(tl.int64) * width
-        differentiate_level(
+        b_w, g_w = differentiate_level(
             value_ptr, reference_ptr, points_ptr, weights_ptr,
-            grad_value_ptr, grad_reference_ptr, grad_points_ptr, grad_weights_ptr,
-            b_grad, b_max, b_scale, b_dot, left_queries, height, width, start, offset_scale,
+            grad_value_ptr, grad_reference_ptr, grad_points_ptr,
+            b_grad, b_max, b_scale, left_queries, height, width, start, offset_scale,
             level, L, M, D, NUM_POINTS[level], first_point(NUM_POINTS, level), P, C, REF_LEVELS, SOFTMAX, WIDE,
             BQ, NEED_VALUE, NEED_REFERENCE,
         )  # fmt: skip
+        b_dot += sum_points(b_w * g_w, padded(NUM_POINTS[level]), BQ)
+        b_weights = b_weights + (b_w,)
+        g_weights = g_weights + (g_w,)
+
+    for level in tl.static_range(L):
+        o_q, o_sample, m_r = sample_rows(left_queries, M, NUM_POINTS[level], first_point(NUM_POINTS, level), P, BQ)
+        g_w = g_weights[level]
+        if SOFTMAX:
+            # With p = softmax(logits): ∂L/∂logit = p·(∂L/∂p − Σ p·∂L/∂p), the sum over all levels.
+            g_w = b_weights[level] * (g_w - per_sample(b_dot, padded(NUM_POINTS[level]), BQ))
+        tl.store(grad_weights_ptr + o_sample, g_w.to(grad_weights_ptr.dtype.element_ty), mask=m_r)
 
 
 def msda_backward(
@@ -208,7 +218,6 @@ def msda_backward(
     reference,
     points,
     weights,
-    output,
     grad_value,
     grad_reference,
     grad_points,
@@ -217,14 +226,14 @@ def msda_backward(
 ) -> None:
     """Adds into `grad_value` (zeroed by the caller; None to skip) and writes the other gradients.
 
-    `grad_reference` is (B, Q, M, L, C) in float32, one row per head and level, or None. `output` is the forward's,
-    needed where the weights are logits.
+    `grad_reference` is (B, Q, M, L, C) in float32, one row per head and level, or None.
     """
     launch(
         msda_backward_kernel,
         problem,
-        (grad, value, shapes, starts, reference, points, weights, output)
+        (grad, value, shapes, starts, reference, points, weights)
         + (grad_value, grad_reference, grad_points, grad_weights),
+        backward=True,
         NEED_VALUE=grad_value is not None,
         NEED_REFERENCE=grad_reference is not None,
     )

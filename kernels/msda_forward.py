@@ -5,8 +5,10 @@ import triton.language as tl
 
 from deformops_models.kernels._launch import Problem, launch
 from deformops_models.kernels._sampling import (
+    corner_weights,
     corners,
     first_point,
+    line_offset,
     load_axis,
     load_level,
     padded,
@@ -36,7 +38,8 @@ def sample_level(
     STRIDE: tl.constexpr = M * D
     o_q, o_sample, m_r = sample_rows(left_queries, M, K, FIRST, P, BQ)
     # [R]
-    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=0.0).to(tl.float32)
+    ABSENT: tl.constexpr = float("-inf") if SOFTMAX else 0.0
+    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=ABSENT).to(tl.float32)
     if SOFTMAX:
         b_w = tl.exp(b_w - per_sample(b_max, KP, BQ))
     o_ref = o_q * REF_LEVELS + level % REF_LEVELS
@@ -45,18 +48,17 @@ def sample_level(
     x = to_pixels(px, rx, rw, width, offset_scale / K, C)
     y = to_pixels(py, ry, rh, height, offset_scale / K, C)
     x0, y0, fx, fy, m_left, m_right, m_up, m_down = corners(x, y, height, width, m_r)
-    left, right = tl.where(m_left, b_w * (1.0 - fx), 0.0), tl.where(m_right, b_w * fx, 0.0)
-    up, down = tl.where(m_up, 1.0 - fy, 0.0), tl.where(m_down, fy, 0.0)
+    w_ul, w_ur, w_bl, w_br = corner_weights(b_w, fx, fy, m_left, m_right, m_up, m_down)
     o_d = tl.arange(0, BD)[None, :]
     m_d = o_d < D
     # [R, BD]
     p_up = value_ptr + row_offset(x0, y0, start, width, STRIDE, WIDE)[:, None] + o_d
-    p_down = p_up + width * STRIDE
+    p_down = p_up + line_offset(width, STRIDE, WIDE)
     b_sum = tl.zeros([KP * BQ, BD], tl.float32)
-    b_sum = add_row(b_sum, p_up, left * up, m_d)
-    b_sum = add_row(b_sum, p_up + STRIDE, right * up, m_d)
-    b_sum = add_row(b_sum, p_down, left * down, m_d)
-    b_sum = add_row(b_sum, p_down + STRIDE, right * down, m_d)
+    b_sum = add_row(b_sum, p_up, w_ul, m_d)
+    b_sum = add_row(b_sum, p_up + STRIDE, w_ur, m_d)
+    b_sum = add_row(b_sum, p_down, w_bl, m_d)
+    b_sum = add_row(b_sum, p_down + STRIDE, w_br, m_d)
     return tl.sum(tl.reshape(b_sum, (KP, BQ, BD)), axis=0)
 
 
@@ -137,8 +139,4 @@ def msda_forward_kernel(
 
 def msda_forward(output, value, shapes, starts, reference, points, weights, problem: Problem) -> None:
     """Writes the output (B, Q, M·D); see `deformops_models.reference.msda` for the operands."""
-    launch(
-        msda_forward_kernel,
-        problem,
-        (output, value, shapes, starts, reference, points, weights),
-    )
+    launch(msda_forward_kernel, problem, (output, value, shapes, starts, reference, points, weights), backward=False)

@@ -5,7 +5,10 @@ A script of its own: the suite runs the kernels in Triton's interpreter, where n
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -17,7 +20,7 @@ from deformops_models.kernels.msda_forward import msda_forward_kernel
 
 TENSORS = {
     msda_forward_kernel: "output value shapes starts reference points weights",
-    msda_backward_kernel: "grad value shapes starts reference points weights output "
+    msda_backward_kernel: "grad value shapes starts reference points weights "
     "grad_value grad_reference grad_points grad_weights",
 }
 INTS = ("shapes", "starts")
@@ -35,8 +38,8 @@ def compile_variant(kernel, sm, value, parameters="fp32", accumulator="fp32", co
         types[f"{name}_ptr"] = f"*{dtype}"
     absent = ["starts_ptr"] + ([] if coordinates else ["reference_ptr"])
     if backward:
-        absent += ([] if softmax else ["output_ptr"]) + ([] if need_reference else ["grad_reference_ptr"])
-    BQ, warps, registers = configure(channels, max(counts), 4 if value == "fp32" else 2)
+        absent += [] if need_reference else ["grad_reference_ptr"]
+    BQ, warps, registers = configure(channels, max(counts), 4 if value == "fp32" else 2, backward)
     constants = dict.fromkeys(absent) | {
         "M": 8, "D": channels, "NUM_POINTS": tuple(counts), "P": sum(counts), "C": coordinates,
         "REF_LEVELS": len(counts) if coordinates else 1, "SOFTMAX": softmax, "HAS_STARTS": False, "WIDE": False,
@@ -51,14 +54,28 @@ def compile_variant(kernel, sm, value, parameters="fp32", accumulator="fp32", co
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "maxnreg": registers})
 
 
+def stack_bytes(compiled) -> int | None:
+    """Bytes per thread that the assembler spilled; None where Triton ships no tool to ask."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
+
+
 def main() -> None:
     rows = []
     for variant in json.load(sys.stdin):
         kernel = {"forward": msda_forward_kernel, "backward": msda_backward_kernel}[variant.pop("kernel")]
-        ptx = compile_variant(kernel, **variant).asm["ptx"]
-        atomics = sorted(set(re.findall(r"\b(?:atom|red)[.\w:]+", ptx)))
-        rows.append({"atomics": atomics, "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
-                     "spills": ".local" in ptx})  # fmt: skip
+        compiled = compile_variant(kernel, **variant)
+        ptx = compiled.asm["ptx"]
+        rows.append({
+            "atomics": sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx))),
+            "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
+            "stack": stack_bytes(compiled),
+        })  # fmt: skip
     json.dump(rows, sys.stdout)
 
 

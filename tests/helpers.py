@@ -1,9 +1,31 @@
 """What several tests share: random problems and the error budget."""
 
+import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def deterministic(*, warn_only: bool):
+    """Torch's deterministic mode, in which it also fills every fresh tensor with NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def poisoned():
+    """Makes an element of a fresh output that a kernel forgets to write NaN, instead of whatever lay there."""
+    with deterministic(warn_only=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "msda_backward does not have a deterministic implementation")
+        yield
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -29,7 +51,7 @@ def assert_within_budget(actual: Tensor, exact: Tensor, plain: Tensor, name: str
 
 @dataclass
 class Problem:
-    """Random operands in float64 on the CPU, exactly representable in `dtype`.
+    """Random operands in float64 on the CPU, exactly representable in each of `dtypes`.
 
     `reference` is None for plain locations.
     """
@@ -45,7 +67,7 @@ class Problem:
     @classmethod
     def random(
         cls, *, batch=2, queries=7, heads=3, channels=16, sizes=((5, 9), (3, 4)), num_points=(4, 4), coordinates=2,
-        reference_levels=None, dtype=torch.float32,
+        reference_levels=None, dtypes=(torch.float32,),
     ) -> "Problem":  # fmt: skip
         """`coordinates` 0 gives locations, partly outside the image; 2 and 4 give reference points and offsets."""
         rows, total = sum(h * w for h, w in sizes), sum(num_points)
@@ -61,17 +83,21 @@ class Problem:
             torch.randn(batch, queries, heads, total),
             torch.randn(batch, queries, heads * channels),
         )
-        tensors = [t if t is None else t.to(dtype).double() for t in tensors]
-        return cls(list(sizes), *tensors, list(num_points))
+        for dtype in dtypes:
+            tensors = [t if t is None else t.to(dtype) for t in tensors]
+        return cls(list(sizes), *[t if t is None else t.double() for t in tensors], list(num_points))
 
     def operands(self) -> dict[str, Tensor]:
         names = ("value", "reference", "points", "weights")
         return {name: t for name in names if (t := getattr(self, name)) is not None}
 
-    def run(self, backend: str, dtypes=torch.float64, device: str = "cpu", **options) -> dict[str, Tensor]:
+    def run(
+        self, backend: str, dtypes=torch.float64, device: str = "cpu", *, sizes=None, starts=None, **options
+    ) -> dict[str, Tensor]:
         """Output and every gradient by name. `dtypes` is one dtype, or one per operand's name."""
         import deformops_models as dm
 
+        sizes = self.sizes if sizes is None else sizes
         names = self.operands()
         if not isinstance(dtypes, dict):
             dtypes = dict.fromkeys(names, dtypes)
@@ -79,8 +105,21 @@ class Problem:
         value, points, weights = leaves["value"], leaves["points"], leaves["weights"]
         options = {"num_points": self.num_points, "backend": backend} | options
         if self.reference is None:
-            output = dm.msda(value, self.sizes, None, points, weights, **options)
+            output = dm.msda(value, sizes, starts, points, weights, **options)
         else:
-            output = dm.deformable_attention(value, self.sizes, None, leaves["reference"], points, weights, **options)
+            output = dm.deformable_attention(value, sizes, starts, leaves["reference"], points, weights, **options)
         grads = torch.autograd.grad(output, list(leaves.values()), self.grad.to(output))
         return {"output": output, **{f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+    def check(self, dtypes, device: str, **options) -> dict[str, Tensor]:
+        """Runs the kernels on `device` into poisoned memory and asserts every result's dtype and error budget."""
+        exact = self.run("eager", **options)
+        plain = self.run("eager", dtypes, **options)
+        with poisoned():
+            actual = self.run("triton", dtypes, device, **options)
+        for name, result in actual.items():
+            operand = name.removeprefix("grad_") if name != "output" else "value"
+            expected = dtypes[operand] if isinstance(dtypes, dict) else dtypes
+            assert result.dtype == expected, (name, result.dtype)
+            assert_within_budget(result, exact[name], plain[name], name)
+        return actual
