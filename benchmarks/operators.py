@@ -6,6 +6,7 @@ Peers: transformers' eager code, and deformops where it is installed.
 """
 
 import argparse
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,11 +218,10 @@ def main() -> None:
     parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=list(PROVIDERS))
     args = parser.parse_args()
     recorder = Recorder(args.out, args.commit)
-    for preset in args.presets:
-        for dtype in args.dtypes:
-            for distribution in args.distributions:
-                for op in args.ops:
-                    measure(recorder, op, preset, distribution, dtype, args.providers)
+    rows = itertools.product(args.presets, args.dtypes, args.distributions, args.ops)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for preset, dtype, distribution, op in rows:
+            measure(recorder, op, preset, distribution, dtype, args.providers)
 
 
 if __name__ == "__main__":

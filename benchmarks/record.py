@@ -57,15 +57,15 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
 
 
 def device_time(function: Callable[[], object], repeats: int = 30) -> tuple[float, float, float]:
-    """Device time of one call in µs, by replaying a CUDA graph of it, so that no launch latency is counted."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
+    """Device time of one call in µs, by replaying a CUDA graph of it, so that no launch latency is counted.
+
+    The default stream cannot be captured: call it, and make all of autograd's history, on another one.
+    """
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         function()
     graph.replay()
     torch.cuda.synchronize()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import Problem, assert_within_budget, poisoned
+from helpers import Problem, assert_within_budget, poisoned, relative_error
 
 import deformops_models as dm
 
@@ -134,7 +134,9 @@ def test_operands_may_have_any_layout(device, kind):
     for dtype in (torch.float32, torch.float16):
         operands = {names[n]: _strided(t.to(device, dtype), kind) for n, t in problem.operands().items()}
         assert all(kind == "misaligned" or not t.is_contiguous() for t in operands.values())
-        assert torch.equal(run(problem, device, dtype, **operands), run(problem, device, dtype))
+        actual, plain = run(problem, device, dtype, **operands), run(problem, device, dtype)
+        # Unaligned pointers are read in smaller pieces, by a variant that may sum in another order.
+        assert relative_error(actual, plain) <= (4 * torch.finfo(dtype).eps if kind == "misaligned" else 0.0)
 
 
 def test_operands_may_be_expanded(device):
