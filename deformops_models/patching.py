@@ -42,10 +42,8 @@ class PatchedModule:
 
     def runs_operator(self, tensor: Tensor) -> bool:
         """Whether this call goes to the operator; else it goes to upstream's forward and is counted as such."""
-        backend = self.deformops_backend
-        usable = tensor.is_cuda or (backend is Backend.TRITON and interpreting())
         # TorchScript and the classic ONNX exporter have no place for the operator.
-        if usable and backend is not Backend.EAGER and tensor.dtype != torch.float64 and not torch.jit.is_tracing():
+        if _can_run(tensor, self.deformops_backend) and not torch.jit.is_tracing():
             return True
         if not torch.compiler.is_compiling():
             call_counts["upstream_forward"] += 1
@@ -53,9 +51,15 @@ class PatchedModule:
 
     def __reduce_ex__(self, protocol):
         constructor, arguments, *state = super().__reduce_ex__(max(protocol, 2))
-        if constructor is copyreg.__newobj__ and arguments == (type(self),):
+        ours = type(self) is _patched_classes.get(type(self).upstream)
+        if ours and constructor is copyreg.__newobj__ and arguments == (type(self),):
             return (_new_patched, (type(self).upstream,), *state)
         return (constructor, arguments, *state)
+
+
+def _can_run(tensor: Tensor, backend: Backend | None) -> bool:
+    usable = tensor.is_cuda or (backend is Backend.TRITON and interpreting())
+    return usable and backend is not Backend.EAGER and tensor.dtype != torch.float64
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,8 @@ def patch(
     return model
 
 
-def _patch(model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None) -> list[nn.Module]:
-    """As `patch`; returns the modules that were not patched before."""
+def _patch(model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None) -> dict[nn.Module, str]:
+    """As `patch`; returns the modules that were not patched before, and their names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: patch takes a torch.nn.Module")
     plan, patched_before, skipped = [], [], []
@@ -178,44 +182,52 @@ def _patch(model: nn.Module, backend: Backend | None, strict: bool, filter: Filt
         elif isinstance(module, PatchedModule):
             patched_before.append(module)
         else:
-            plan.append((module, patched_class(type(module), family)))
+            plan.append((name, module, family))
     if strict and not plan and not patched_before:
         raise PatchError(_nothing_matched(model, skipped))
-    done = []
+    done = {}
     try:
-        for module, cls in plan:
-            _swap(module, cls)
-            done.append(module)
-    except TypeError as error:
-        for module in done:
-            _swap(module, type(module).upstream)
-        raise PatchError(f"{type(module).__name__} does not take the class {cls.__name__}: {error}") from error
+        for name, module, family in plan:
+            _swap(module, patched_class(type(module), family))
+            done[module] = name
+    except Exception as error:
+        for swapped in done:
+            _swap(swapped, type(swapped).upstream)
+        raise PatchError(f"{name or 'the root'}, a {type(module).__name__}, takes no patched class: {error}") from error
     for module in (*done, *patched_before):
         _filtered.pop(module, None)
-        module.__dict__.pop("deformops_backend", None)
-        if backend is not None:
-            module.__dict__["deformops_backend"] = backend
+        _set_backend(module, backend)
     return done
+
+
+def _set_backend(module: nn.Module, backend: Backend | None) -> None:
+    module.__dict__.pop("deformops_backend", None)
+    if backend is not None:
+        module.__dict__["deformops_backend"] = backend
 
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Gives every patched module of `model` its upstream class back and returns `model`.
 
     Raises:
-        PatchError: another library has put a class of its own on top of a patched module (FSDP2's `fully_shard`).
+        PatchError: another library has put a class of its own on top of a patched module (FSDP2's `fully_shard`) or
+            replaced its forward. The model is as it was before.
     """
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, PatchedModule)]
-    for name, module in modules:
-        if type(module) not in _patched_classes.values():
-            raise PatchError(f"{name or 'the root'} is now a {type(module).__name__}, which is not ours to change")
-    for _, module in modules:
-        _restore(module)
+    _restore({m: name for name, m in model.named_modules()})
     return model
 
 
-def _restore(module: nn.Module) -> None:
-    module.__dict__.pop("deformops_backend", None)
-    _swap(module, type(module).upstream)
+def _restore(modules: dict[nn.Module, str]) -> None:
+    """Gives those that are patched their upstream class back."""
+    modules = {m: name or "the root" for m, name in modules.items() if isinstance(m, PatchedModule)}
+    for module, name in modules.items():
+        if type(module) not in _patched_classes.values():
+            raise PatchError(f"{name} is now a {type(module).__name__}, which is not ours to change")
+        if _has_foreign_forward(module):
+            raise PatchError(f"{name}: its forward was replaced on the instance and may call the patched one")
+    for module in modules:
+        _set_backend(module, None)
+        _swap(module, type(module).upstream)
 
 
 @contextlib.contextmanager
@@ -228,13 +240,10 @@ def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
     try:
         yield model
     finally:
-        for module in swapped:
-            if isinstance(module, PatchedModule):
-                _restore(module)
         for module, backend in before.items():
-            module.__dict__.pop("deformops_backend", None)
-            if backend is not None:
-                module.__dict__["deformops_backend"] = backend
+            if isinstance(module, PatchedModule):
+                _set_backend(module, backend)
+        _restore(swapped)
 
 
 def report(model: nn.Module) -> Report:
@@ -261,6 +270,8 @@ def _will_run(module: nn.Module) -> str:
     where = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
     if parameter.device.type == "meta":
         return "undecided: parameters are on meta"
+    if not _can_run(parameter, module.deformops_backend):
+        return f"upstream's own forward ({where})"
     try:
         dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.float32
         backend = resolve(parameter.device, dtype, module.deformops_backend).backend
@@ -286,14 +297,16 @@ def _families_by_class() -> dict[tuple[str, str], Family]:
 
 def patched_class(upstream: type[nn.Module], family: Family) -> type[nn.Module]:
     """The patched subclass of an upstream class, the same object every time."""
-    if upstream not in _patched_classes:
-        namespace = {
-            "__module__": family.adapter.__module__,
-            "__doc__": f"{upstream.__qualname__} on the operators of deformops_models.",
-            "upstream": upstream,
-        }
-        _patched_classes[upstream] = type(f"Patched{upstream.__name__}", (family.adapter, upstream), namespace)
-    return _patched_classes[upstream]
+    if cls := _patched_classes.get(upstream):
+        return cls
+    namespace = {
+        "__module__": family.adapter.__module__,
+        "__doc__": f"{upstream.__qualname__} on the operators of deformops_models.",
+        "upstream": upstream,
+    }
+    cls = type(f"Patched{upstream.__name__}", (family.adapter, upstream), namespace)
+    # Of two threads the first one's class is kept.
+    return _patched_classes.setdefault(upstream, cls)
 
 
 def importable(rows: tuple[Family, ...], module: str, name: str) -> type[nn.Module]:
@@ -314,19 +327,29 @@ def _new_patched(upstream: type[nn.Module]) -> nn.Module:
 
 
 def _swap(module: nn.Module, cls: type[nn.Module]) -> None:
-    forward = type(module).forward
+    own = [name for name in _FORWARDS if _is_own_forward(module, name)]
     module.__class__ = cls
-    # accelerate keeps the bound forward that it wraps on the instance.
-    for name in ("forward", "_old_forward"):
-        if getattr(module.__dict__.get(name), "__func__", None) is forward:
-            module.__dict__[name] = types.MethodType(cls.forward, module)
+    for name in own:
+        module.__dict__[name] = types.MethodType(cls.forward, module)
+
+
+# accelerate keeps the bound forward that it wraps on the instance, as the second of these, and later as the first.
+_FORWARDS = ("forward", "_old_forward")
+
+
+def _is_own_forward(module: nn.Module, name: str) -> bool:
+    """Whether the instance holds its class's own forward, bound to itself, under this name."""
+    return module.__dict__.get(name) == types.MethodType(type(module).forward, module)
+
+
+def _has_foreign_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ and not any(_is_own_forward(module, name) for name in _FORWARDS)
 
 
 def _obstacle(module: nn.Module, family: Family) -> str | None:
     """Why a module of a known class must be left alone, or None."""
     cls = type(module)
-    own = [module.__dict__.get(name) for name in ("forward", "_old_forward")]
-    if own[0] is not None and not any(getattr(f, "__func__", None) is cls.forward for f in own):
+    if _has_foreign_forward(module):
         return "its forward was replaced on the instance"
     if isinstance(module, PatchedModule):
         return None

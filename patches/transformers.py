@@ -10,14 +10,13 @@ from deformops_models.patching import Family, PatchedModule
 
 class _Wrapper(PatchedModule):
     def _attend(
-        self, hidden_states, position_embeddings, encoder_hidden_states, padding, reference_points, shapes, wanted
+        self, hidden_states, encoder_hidden_states, padding, reference_points, shapes, wanted
     ) -> tuple[Tensor, Tensor]:
         """Upstream's forward with the softmax, the locations and the sampling in one operator.
 
-        `padding` (B, S) is True where a pixel is padding; `shapes` are pairs of (H, W).
+        `hidden_states` include the positions; `padding` (B, S) is True where a pixel is padding; `shapes` are pairs of
+        (H, W).
         """
-        if position_embeddings is not None:
-            hidden_states = hidden_states + position_embeddings
         batch, queries, _ = hidden_states.shape
         rows = encoder_hidden_states.shape[1]
         if sum(height * width for height, width in shapes) != rows:
@@ -67,9 +66,10 @@ class _Mask2Former(_Wrapper):
                 level_start_index,
                 output_attentions,
             )
+        if position_embeddings is not None:
+            hidden_states = self.with_pos_embed(hidden_states, position_embeddings)
         return self._attend(
             hidden_states,
-            position_embeddings,
             encoder_hidden_states,
             attention_mask,
             reference_points,
@@ -105,9 +105,10 @@ class _DeformableDetr(_Wrapper):
                 level_start_index,
                 **kwargs,
             )
+        if position_embeddings is not None:
+            hidden_states = hidden_states + position_embeddings
         return self._attend(
             hidden_states,
-            position_embeddings,
             encoder_hidden_states,
             None if attention_mask is None else ~attention_mask,
             reference_points,

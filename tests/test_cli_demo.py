@@ -109,6 +109,17 @@ def test_demo_leaves_out_what_is_not_installed(one_detector, tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["deformable_detr.png"]
 
 
+def test_demo_with_a_broken_framework_only(one_detector, tmp_path, monkeypatch, capsys):
+    def build():
+        import no_such_framework  # noqa: F401
+
+    monkeypatch.setattr(demo, "DETECTORS", (replace(one_detector, build=build),))
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be imported: No module named 'no_such_framework'" in out
+    assert "0 of 0 detectors that ran agree" in out
+
+
 def test_demo_needs_a_folder(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     assert main(["demo", "--out", str(tmp_path / "taken")]) == 2

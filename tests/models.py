@@ -1,0 +1,442 @@
+"""Tiny real detectors, built from their libraries' configs without network, with inputs and training targets.
+
+Every weight, input and random draw is the same each time and on every device: matching and top-k are discontinuous, so
+that another draw could compare two different trainings.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+Tensors = dict[str, Tensor]
+
+# The coarsest of four levels has 2×2 pixels: normalising fewer is ill-conditioned.
+HEIGHT, WIDTH = 72, 104
+#: Height and width of each image's content; the rest of the second one is padding.
+CONTENT = ((72, 104), (60, 77))
+#: Per image: class and box as cx, cy, w, h, relative to the padded image.
+OBJECTS = (
+    ((1, (0.3, 0.4, 0.3, 0.5)), (0, (0.7, 0.6, 0.4, 0.3)), (2, (0.5, 0.2, 0.2, 0.25))),
+    ((2, (0.35, 0.35, 0.5, 0.4)),),
+)
+LABELS = 3
+
+
+@dataclass(frozen=True)
+class Detector:
+    """A kind of detector. `attentions` is its number of deformable attention modules, all of class `attention`."""
+
+    name: str
+    framework: str
+    attention: str
+    attentions: int
+    build_untouched: Callable[[], nn.Module]
+    call: Callable[[nn.Module, bool], object]
+
+    def build(self) -> nn.Module:
+        """The model in float32 on the CPU, in eval mode; sampling offsets and attention weights depend on the input."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            model = self.build_untouched().eval()
+            for name, module in model.named_modules():
+                # Both projections start out as zero in every library.
+                if name.endswith(("sampling_offsets", "attention_weights")):
+                    nn.init.normal_(module.weight, std=2 / math.sqrt(module.in_features))
+                # Without biases a padded region stays zero, and normalising zeros is ill-conditioned.
+                elif isinstance(bias := getattr(module, "bias", None), Tensor):
+                    with torch.no_grad():
+                        bias.add_(torch.randn_like(bias), alpha=0.3)
+        return model
+
+
+def outputs(detector: Detector, model: nn.Module) -> Tensors:
+    """Every floating-point tensor of the model's output, by name."""
+    with torch.no_grad(), _reproducible(model):
+        return _named(detector.call(model, False))
+
+
+def training_step(
+    detector: Detector, model: nn.Module, autocast: torch.dtype | None = None, choices: list[Tensor] | None = None
+) -> tuple[Tensors, Tensors]:
+    """One forward and backward pass in training mode; leaves neither gradients nor the mode behind.
+
+    Args:
+        detector, model: the model may be on any device; in float64 it runs in float64 throughout.
+        autocast: dtype of an autocast around the forward pass.
+        choices: indices of every top-k in order. An empty list is filled with this run's, a full one is followed, so
+            that rounding does not make it another training.
+
+    Returns:
+        The total as "loss" and every part of it, and the gradient of every parameter that got one.
+    """
+    was_training = model.training
+    model.train()
+    model.zero_grad()
+    device = next(model.parameters()).device.type
+    with _reproducible(model, choices):
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            losses = detector.call(model, True)
+        losses["loss"].backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.train(was_training)
+    return _named(losses), gradients
+
+
+def attentions(model: nn.Module, detector: Detector) -> dict[str, nn.Module]:
+    """Its deformable attention modules by name, patched or not."""
+    return {n: m for n, m in model.named_modules() if detector.attention in (c.__name__ for c in type(m).__mro__)}
+
+
+def assert_as_accurate(actual: Tensors, plain: Tensors, exact: Tensors, eps: float) -> None:
+    """Each tensor's error may be twice the plain path's plus one rounding `eps` of a tensor of average norm.
+
+    A tensor of few elements is a small sample of the plain path's error, so the relative error of all tensors counts
+    too, as root mean square. Elements that are not finite have to be the same.
+    """
+    assert actual.keys() == plain.keys() == exact.keys()
+    for name, t in exact.items():
+        odd = ~t.isfinite().cpu()
+        assert torch.equal(actual[name].cpu()[odd], t.cpu()[odd].to(actual[name].dtype)), name
+    actual, plain, exact = ({n: _finite(t) for n, t in ts.items()} for ts in (actual, plain, exact))
+    norms = {name: t.norm() for name, t in exact.items()}
+    errors = {name: (plain[name] - t).norm() for name, t in exact.items()}
+    average = torch.stack(list(norms.values())).square().mean().sqrt()
+    relative = torch.stack([errors[name] / norms[name] for name in norms if norms[name] > math.sqrt(eps) * average])
+    overall = relative.square().mean().sqrt()
+    for name, t in exact.items():
+        bound = 2 * (torch.maximum(errors[name], overall * norms[name]) + eps * average)
+        error = (actual[name] - t).norm()
+        assert error <= bound, f"{name}, norm {norms[name]:.3e}: error {error:.3e} exceeds its budget {bound:.3e}"
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.double().cpu().nan_to_num(0, 0, 0)
+
+
+def _named(tree: object) -> Tensors:
+    leaves = tree_flatten_with_path(tree)[0]
+    return {keystr(path): t.detach() for path, t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
+
+
+class _SameNumbers(TorchFunctionMode):
+    """Random tensors come from one generator, in float32 on the CPU; in float64 nothing is less precise."""
+
+    def __init__(self, double: bool, choices: list[Tensor] | None):
+        super().__init__()
+        self.double = double
+        self.choices = [] if choices is None else choices
+        self.followed = iter(list(self.choices)) if self.choices else None
+        self.generator = torch.Generator().manual_seed(11)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.rand, torch.randn) and "generator" not in kwargs:
+            shape = args[0] if isinstance(args[0], (tuple, list, torch.Size)) else args
+            target = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype") or torch.get_default_dtype()}
+            return func(shape, generator=self.generator, dtype=torch.float32).to(**target)
+        if func is torch.rand_like:
+            return torch.rand(args[0].shape, generator=self.generator, dtype=torch.float32).to(args[0])
+        if func is torch.randint_like:
+            low, high = args[1:] or (kwargs["low"], kwargs["high"])
+            target = {"device": args[0].device, "dtype": kwargs.get("dtype") or args[0].dtype}
+            return torch.randint(low, high, args[0].shape, generator=self.generator).to(**target)
+        if func is Tensor.float and self.double:
+            return args[0].double()
+        if func in (torch.topk, Tensor.topk):
+            top = func(*args, **kwargs)
+            if self.followed is None:
+                self.choices.append(top.indices.clone())
+                return top
+            indices = next(self.followed).to(top.indices.device, copy=True)
+            return type(top)((args[0].gather(kwargs.get("dim", -1), indices), indices))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _reproducible(model: nn.Module, choices: list[Tensor] | None = None) -> Iterator[None]:
+    """The same random numbers in every precision and on every device; new tensors in the model's precision."""
+    default = torch.get_default_dtype()
+    double = next(model.parameters()).dtype == torch.float64
+    try:
+        torch.set_default_dtype(torch.float64 if double else torch.float32)
+        with (
+            _SameNumbers(double, choices),
+            torch.backends.cudnn.flags(enabled=True, allow_tf32=False, deterministic=True),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def pixels_and_mask(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Images (2, 3, H, W), zero where padded, and their mask (2, H, W), 1 inside an image."""
+    like = next(model.parameters())
+    pixels = torch.randn(2, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(7), dtype=torch.float32)
+    mask = torch.zeros(2, HEIGHT, WIDTH, dtype=torch.int64)
+    for image, (height, width) in enumerate(CONTENT):
+        mask[image, :height, :width] = 1
+    return (pixels * mask[:, None]).to(like.device, like.dtype), mask.to(like.device)
+
+
+def _targets(model: nn.Module) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Per image: classes (N,), boxes (N, 4) as relative cx, cy, w, h, and masks (N, H, W) of ellipses in the boxes."""
+    like = next(model.parameters())
+    y, x = torch.meshgrid(torch.arange(HEIGHT) / HEIGHT, torch.arange(WIDTH) / WIDTH, indexing="ij")
+    targets = []
+    for objects in OBJECTS:
+        classes = torch.tensor([label for label, _ in objects])
+        boxes = torch.tensor([box for _, box in objects], dtype=torch.float32)
+        cx, cy, w, h = boxes[:, :, None, None].unbind(1)
+        masks = ((x - cx) / w).square() + ((y - cy) / h).square() < 0.25
+        targets.append((classes.to(like.device), boxes.to(like), masks.to(like)))
+    return targets
+
+
+# transformers
+
+
+def _hf_mask2former() -> nn.Module:
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+    backbone = SwinConfig(
+        image_size=32, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 4], window_size=4, drop_path_rate=0.0,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, num_attention_heads=2,
+        encoder_layers=2, decoder_layers=2, encoder_feedforward_dim=64, dim_feedforward=64, num_queries=6,
+        num_labels=LABELS, train_num_points=60,
+    )  # fmt: skip
+    return Mask2FormerForUniversalSegmentation(config)
+
+
+def _call_hf_mask2former(model: nn.Module, train: bool) -> object:
+    pixels, mask = pixels_and_mask(model)
+    targets = {}
+    if train:
+        classes, _, masks = zip(*_targets(model), strict=True)
+        targets = {"class_labels": list(classes), "mask_labels": list(masks)}
+    result = model(pixel_values=pixels, pixel_mask=mask, output_hidden_states=True, **targets)
+    return dict(result)
+
+
+def hf_deformable_detr(**options) -> nn.Module:
+    """A DeformableDetrForObjectDetection of one or four levels; `options` go to its config."""
+    from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection, ResNetConfig
+
+    levels = options.setdefault("num_feature_levels", 4)
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage4"] if levels == 1 else ["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = DeformableDetrConfig(
+        backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=64,
+        decoder_ffn_dim=64, encoder_attention_heads=2, decoder_attention_heads=2, num_queries=9, dropout=0.0,
+        activation_dropout=0.0, attention_dropout=0.0, auxiliary_loss=True, num_labels=LABELS,
+        two_stage_num_proposals=9, **options,
+    )  # fmt: skip
+    return DeformableDetrForObjectDetection(config)
+
+
+def _call_hf_deformable_detr(model: nn.Module, train: bool) -> object:
+    pixels, mask = pixels_and_mask(model)
+    labels = None
+    if train:
+        labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
+    return dict(model(pixel_values=pixels, pixel_mask=mask, labels=labels))
+
+
+# mmdet
+
+
+def _mmdet(config_file: str, changes: dict[str, object]) -> nn.Module:
+    import_mmcv_ops()
+    import mmdet.models
+    from mmdet.registry import MODELS
+    from mmengine.config import Config
+    from mmengine.registry import DefaultScope
+
+    config = Config.fromfile(Path(mmdet.__file__).parent / ".mim/configs" / config_file)
+    config.merge_from_dict({f"model.{key}": value for key, value in changes.items()})
+    with DefaultScope.overwrite_default_scope("mmdet"):
+        model = MODELS.build(config.model)
+    # Left empty until init_weights, which would log a line for every parameter.
+    for name, parameter in model.named_parameters():
+        if name.endswith("level_embed"):
+            nn.init.normal_(parameter)
+    return model
+
+
+_RESNET = {
+    "backbone.depth": 18,
+    "backbone.base_channels": 8,
+    "backbone.stem_channels": 8,
+    "backbone.init_cfg": None,
+    "backbone.frozen_stages": -1,
+}
+
+
+def _detr_changes(width: int) -> dict[str, object]:
+    changes = {**_RESNET, "neck.in_channels": [16, 32, 64], "neck.out_channels": width, "num_queries": 9}
+    changes |= {"positional_encoding.num_feats": width // 2, "bbox_head.num_classes": LABELS}
+    changes |= {"bbox_head.embed_dims": width} if width != 256 else {}
+    for part, attention in (("encoder", ("self_attn_cfg",)), ("decoder", ("self_attn_cfg", "cross_attn_cfg"))):
+        changes[f"{part}.num_layers"] = 1 if part == "encoder" else 2
+        changes |= {f"{part}.layer_cfg.ffn_cfg.{k}": v for k, v in _ffn(width).items()}
+        for name in attention:
+            changes |= {f"{part}.layer_cfg.{name}.{k}": v for k, v in _attention(width).items()}
+    return changes
+
+
+def _ffn(width: int) -> dict[str, object]:
+    return {"embed_dims": width, "feedforward_channels": 64, "ffn_drop": 0.0}
+
+
+def _attention(width: int) -> dict[str, object]:
+    return {"embed_dims": width, "num_heads": 2, "dropout": 0.0}
+
+
+def _mm_deformable_detr(file: str, width: int = 32) -> Callable[[], nn.Module]:
+    return lambda: _mmdet(f"deformable_detr/{file}", _detr_changes(width))
+
+
+def _mm_dino_4scale() -> nn.Module:
+    return _mmdet("dino/dino-4scale_r50_8xb2-12e_coco.py", _detr_changes(256) | {"dn_cfg.group_cfg.num_dn_queries": 8})
+
+
+def _mm_dino_5scale() -> nn.Module:
+    swin = {
+        "backbone.embed_dims": 16, "backbone.depths": [1, 1, 1, 1], "backbone.num_heads": [1, 2, 2, 4],
+        "backbone.window_size": 4, "backbone.drop_path_rate": 0.0, "backbone.init_cfg": None,
+        "backbone.patch_size": 8, "backbone.strides": [8, 2, 2, 2], "neck.in_channels": [16, 32, 64, 128],
+    }  # fmt: skip
+    changes = {k: v for k, v in _detr_changes(256).items() if not k.startswith("backbone.")}
+    changes |= {"dn_cfg.group_cfg.num_dn_queries": 8} | swin
+    return _mmdet("dino/dino-5scale_swin-l_8xb2-12e_coco.py", changes)
+
+
+def _mm_mask2former() -> nn.Module:
+    head = "panoptic_head"
+    pixel, decoder = f"{head}.pixel_decoder.encoder", f"{head}.transformer_decoder"
+    changes = {
+        **_RESNET, f"{head}.in_channels": [8, 16, 32, 64], f"{head}.feat_channels": 32, f"{head}.out_channels": 32,
+        f"{head}.num_queries": 6, f"{head}.num_things_classes": LABELS, f"{head}.positional_encoding.num_feats": 16,
+        f"{head}.loss_cls.class_weight": [1.0] * LABELS + [0.1], "panoptic_fusion_head.num_things_classes": LABELS,
+        f"{head}.pixel_decoder.positional_encoding.num_feats": 16, f"{pixel}.num_layers": 2,
+        f"{decoder}.num_layers": 2, f"{head}.num_transformer_feat_levels": 3, "train_cfg.num_points": 60,
+    }  # fmt: skip
+    for part, names in ((pixel, ("self_attn_cfg",)), (decoder, ("self_attn_cfg", "cross_attn_cfg"))):
+        changes |= {f"{part}.layer_cfg.ffn_cfg.{k}": v for k, v in _ffn(32).items()}
+        for name in names:
+            changes |= {f"{part}.layer_cfg.{name}.{k}": v for k, v in _attention(32).items()}
+    return _mmdet("mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", changes)
+
+
+def _call_mmdet(model: nn.Module, train: bool) -> object:
+    from mmdet.structures import DetDataSample
+    from mmdet.structures.mask import BitmapMasks
+    from mmengine.structures import InstanceData
+
+    pixels, _ = pixels_and_mask(model)
+    samples = []
+    for content, (classes, boxes, masks) in zip(CONTENT, _targets(model), strict=True):
+        centre, size = boxes.split(2, -1)
+        corners = torch.cat([centre - size / 2, centre + size / 2], -1) * boxes.new_tensor([WIDTH, HEIGHT] * 2)
+        sample = DetDataSample(metainfo={"batch_input_shape": (HEIGHT, WIDTH), "img_shape": content})
+        bitmap = BitmapMasks(masks.cpu().numpy().astype("uint8"), HEIGHT, WIDTH)
+        sample.gt_instances = InstanceData(labels=classes, bboxes=corners, masks=bitmap)
+        samples.append(sample)
+    if not train:
+        return model(pixels, samples, mode="tensor")
+    losses = model(pixels, samples, mode="loss")
+    return {**losses, "loss": model.parse_losses(losses)[0]}
+
+
+_HF_M2F, _HF_DETR, _MMCV = (
+    "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention",
+    "DeformableDetrMultiscaleDeformableAttention",
+    "MultiScaleDeformableAttention",
+)
+
+DETECTORS = {
+    d.name: d
+    for d in (
+        Detector("hf-mask2former", "transformers", _HF_M2F, 2, _hf_mask2former, _call_hf_mask2former),
+        *(
+            Detector(
+                f"hf-deformable-detr-{name}", "transformers", _HF_DETR, 3,
+                lambda options=options: hf_deformable_detr(**options), _call_hf_deformable_detr,
+            )
+            for name, options in {
+                "single-scale": {"num_feature_levels": 1},
+                "multi-scale": {},
+                "refine": {"with_box_refine": True},
+                "two-stage": {"with_box_refine": True, "two_stage": True},
+            }.items()
+        ),
+        *(
+            Detector(f"mmdet-{name}", "mmdet", _MMCV, count, build, _call_mmdet)
+            for name, count, build in (
+                ("deformable-detr", 3, _mm_deformable_detr("deformable-detr_r50_16xb2-50e_coco.py")),
+                ("deformable-detr-refine", 3, _mm_deformable_detr("deformable-detr-refine_r50_16xb2-50e_coco.py")),
+                (
+                    "deformable-detr-two-stage", 3,
+                    # Two stages, here and in DINO, know no other width than 256.
+                    _mm_deformable_detr("deformable-detr-refine-twostage_r50_16xb2-50e_coco.py", 256),
+                ),
+                ("dino-4scale", 3, _mm_dino_4scale),
+                ("dino-5scale", 3, _mm_dino_5scale),
+                ("mask2former", 2, _mm_mask2former),
+            )
+        ),
+    )
+}  # fmt: skip
+
+
+# Attention modules alone: 16 channels, 2 heads, 2 levels, 2 points
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """Fills every parameter with noise."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def import_mmcv_ops() -> None:
+    """Makes `mmcv.ops` importable, or skips the test."""
+    pytest.importorskip("mmcv")
+    from deformops_models.patches import mmcv_lite
+
+    mmcv_lite.install()
+
+
+def mmcv_attention(**options) -> nn.Module:
+    import_mmcv_ops()
+    from mmcv.ops import MultiScaleDeformableAttention
+
+    options = {"embed_dims": 16, "num_heads": 2, "num_levels": 2, "num_points": 2, "dropout": 0.0} | options
+    return randomize(MultiScaleDeformableAttention(**options))
+
+
+def transformers_attention(family: str) -> nn.Module:
+    """The wrapper module of "mask2former" or "deformable_detr"."""
+    pytest.importorskip("transformers")
+    if family == "mask2former":
+        from transformers.models.mask2former import modeling_mask2former as mask2former
+
+        return randomize(mask2former.Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention(16, 2, 2, 2))
+    from transformers import DeformableDetrConfig
+    from transformers.models.deformable_detr import modeling_deformable_detr as detr
+
+    config = DeformableDetrConfig(d_model=16, num_feature_levels=2)
+    return randomize(detr.DeformableDetrMultiscaleDeformableAttention(config, 2, 2))
