@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import itertools
 import platform
 from collections.abc import Iterator, Sequence
 
@@ -16,8 +17,8 @@ from deformops_models.console import table
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _PACKAGES = ("transformers", "timm", "mmcv", "mmcv-lite", "mmengine", "mmdet", "accelerate", "peft", "torchvision")
 
-_SIZES = ((23, 31), (12, 17), (5, 9))
-_STARTS = (0, 23 * 31, 23 * 31 + 12 * 17)
+_SIZES = ((23, 31), (12, 17))
+_STARTS = (0, 23 * 31)
 _BATCH, _QUERIES, _HEADS, _CHANNELS, _POINTS = 2, 50, 4, 32, 4
 _ROWS = sum(height * width for height, width in _SIZES)
 
@@ -116,20 +117,21 @@ def verify() -> int:
     else:
         print("\nVerify: there is no GPU; plain path against float64, bound 2 × rounding band")
         devices = [torch.device("cpu")]
-    failures, rows = 0, [("DEVICE", "OPERATOR", "DTYPE", "RESULT", "ERROR / BOUND of output and gradients")]
-    for device in devices:
-        for operator in _OPERATORS:
-            for case, dtypes in _CASES.items():
-                try:
-                    checks = _check(operator, dtypes, device)
-                    passed = all(error <= bound for _, error, bound in checks)
-                    numbers = "  ".join(f"{name} {error:.1e}/{bound:.1e}" for name, error, bound in checks)
-                except RuntimeError as error:
-                    passed, numbers = False, " ".join(str(error).split())
-                failures += not passed
-                rows.append((device, operator, case, "ok" if passed else "FAILED", numbers))
-    print(table(rows, "  "))
-    print(f"\n{len(rows) - 1 - failures} of {len(rows) - 1} cases are within their bounds")
+    layout = "  {:<7}  {:<22}  {:<18}  {:<6}  {}"
+    print(layout.format("DEVICE", "OPERATOR", "DTYPE", "RESULT", "ERROR / BOUND of output and gradients"))
+    cases = list(itertools.product(devices, _OPERATORS, _CASES.items()))
+    failures = 0
+    for device, operator, (case, dtypes) in cases:
+        try:
+            checks = _check(operator, dtypes, device)
+            passed = all(error <= bound for _, error, bound in checks)
+            numbers = "  ".join(f"{name} {error:.1e}/{bound:.1e}" for name, error, bound in checks)
+        except RuntimeError as error:
+            passed, numbers = False, " ".join(str(error).split())
+        failures += not passed
+        # Row by row: on a GPU each case compiles its kernels first.
+        print(layout.format(str(device), operator, case, "ok" if passed else "FAILED", numbers), flush=True)
+    print(f"\n{len(cases) - failures} of {len(cases)} cases are within their bounds")
     return 1 if failures else 0
 
 
