@@ -54,7 +54,8 @@ def configure(channels: int, points: int, itemsize: int, backward: bool) -> tupl
         points: the widest level's count.
         itemsize: bytes of a value element.
     """
-    row = triton.next_power_of_2(channels) * triton.next_power_of_2(points)
+    # Narrow heads would give a thread too many samples.
+    row = max(16, triton.next_power_of_2(channels)) * triton.next_power_of_2(points)
     # The forward hides latency with many warps; the backward waits for atomics and is better without spills.
     registers = None if backward else 96 if itemsize == 2 else 128
     return max(1, 512 // row), min(4, max(1, row // 512)), registers

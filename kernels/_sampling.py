@@ -112,3 +112,41 @@ def corner_weights(b_w, fx, fy, m_left, m_right, m_up, m_down):
     w_ul, w_ur = tl.where(m_up, left * (1.0 - fy), 0.0), tl.where(m_up, right * (1.0 - fy), 0.0)
     w_bl, w_br = tl.where(m_down, left * fy, 0.0), tl.where(m_down, right * fy, 0.0)
     return w_ul, w_ur, w_bl, w_br
+
+
+@triton.jit
+def softmax_terms(weights_ptr, m_q, M: tl.constexpr, P: tl.constexpr, BQ: tl.constexpr):
+    """Largest logit and sum of exp(logit − largest) per query, each [BQ]."""
+    o_p = tl.arange(0, padded(P))
+    m_p = m_q[:, None] & (o_p < P)[None, :]
+    # [BQ, padded P]
+    p_logits = weights_ptr + (tl.arange(0, BQ) * (M * P))[:, None] + o_p[None, :]
+    b_logits = tl.load(p_logits, mask=m_p, other=-float("inf")).to(tl.float32)
+    b_max = tl.where(m_q, tl.max(b_logits, axis=1), 0.0)
+    return b_max, tl.sum(tl.exp(b_logits - b_max[:, None]), axis=1)
+
+
+@triton.jit
+def load_samples(
+    reference_ptr, points_ptr, weights_ptr, b_max, left_queries, height, width, offset_scale, level: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    REF_LEVELS: tl.constexpr, SOFTMAX: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """One level's samples, each result [KP·BQ].
+
+    Returns:
+        Offset in the weights and mask; weight, under softmax exp(logit − largest); point and size of its reference
+        by axis; then what `corners` returns.
+    """
+    o_q, o_sample, m_r = sample_rows(left_queries, M, K, FIRST, P, BQ)
+    ABSENT: tl.constexpr = float("-inf") if SOFTMAX else 0.0
+    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=ABSENT).to(tl.float32)
+    if SOFTMAX:
+        b_w = tl.exp(b_w - per_sample(b_max, padded(K), BQ))
+    o_ref = o_q * REF_LEVELS + level % REF_LEVELS
+    px, rx, rw = load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, 0, C)
+    py, ry, rh = load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, 1, C)
+    x = to_pixels(px, rx, rw, width, offset_scale / K, C)
+    y = to_pixels(py, ry, rh, height, offset_scale / K, C)
+    x0, y0, fx, fy, m_left, m_right, m_up, m_down = corners(x, y, height, width, m_r)
+    return o_sample, m_r, b_w, px, py, rw, rh, x0, y0, fx, fy, m_left, m_right, m_up, m_down

@@ -6,16 +6,15 @@ import triton.language as tl
 from deformops_models.kernels._launch import Problem, launch
 from deformops_models.kernels._sampling import (
     corner_weights,
-    corners,
     first_point,
     line_offset,
-    load_axis,
     load_level,
+    load_samples,
     padded,
     per_sample,
     row_offset,
     sample_rows,
-    to_pixels,
+    softmax_terms,
 )
 
 
@@ -45,19 +44,14 @@ def differentiate_level(
     KP: tl.constexpr = padded(K)
     BD: tl.constexpr = padded(D)
     STRIDE: tl.constexpr = M * D
-    o_q, o_sample, m_r = sample_rows(left_queries, M, K, FIRST, P, BQ)
-    # [R]
-    ABSENT: tl.constexpr = float("-inf") if SOFTMAX else 0.0
-    b_w = tl.load(weights_ptr + o_sample, mask=m_r, other=ABSENT).to(tl.float32)
-    if SOFTMAX:
-        b_w = tl.exp(b_w - per_sample(b_max, KP, BQ)) * per_sample(b_scale, KP, BQ)
-    o_ref = o_q * REF_LEVELS + level % REF_LEVELS
-    px, rx, rw = load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, 0, C)
-    py, ry, rh = load_axis(reference_ptr, points_ptr, o_ref, o_sample, m_r, 1, C)
     scale = offset_scale / K
-    x = to_pixels(px, rx, rw, width, scale, C)
-    y = to_pixels(py, ry, rh, height, scale, C)
-    x0, y0, fx, fy, m_left, m_right, m_up, m_down = corners(x, y, height, width, m_r)
+    # [R]
+    o_sample, m_r, b_w, px, py, rw, rh, x0, y0, fx, fy, m_left, m_right, m_up, m_down = load_samples(
+        reference_ptr, points_ptr, weights_ptr, b_max, left_queries, height, width, offset_scale,
+        level, M, K, FIRST, P, C, REF_LEVELS, SOFTMAX, BQ,
+    )  # fmt: skip
+    if SOFTMAX:
+        b_w = b_w * per_sample(b_scale, KP, BQ)
     o_d = tl.arange(0, BD)[None, :]
     m_d = o_d < D
     # [R, BD]
@@ -175,13 +169,7 @@ def msda_backward_kernel(
     b_max = tl.zeros([BQ], tl.float32)
     b_scale = tl.zeros([BQ], tl.float32)
     if SOFTMAX:
-        o_p = tl.arange(0, padded(P))
-        m_p = m_q[:, None] & (o_p < P)[None, :]
-        # [BQ, padded P]
-        b_logits = tl.load(weights_ptr + (o_q * (M * P))[:, None] + o_p[None, :], mask=m_p, other=-float("inf"))
-        b_logits = b_logits.to(tl.float32)
-        b_max = tl.where(m_q, tl.max(b_logits, axis=1), 0.0)
-        b_sum = tl.sum(tl.exp(b_logits - b_max[:, None]), axis=1)
+        b_max, b_sum = softmax_terms(weights_ptr, m_q, M, P, BQ)
         b_scale = 1.0 / tl.where(m_q, b_sum, 1.0)
 
     next_start = tl.zeros([], tl.int64)
