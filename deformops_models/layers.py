@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deformops_models.api import Sizes, Starts, deformable_attention
+from deformops_models.api import deformable_attention
 from deformops_models.backend import Backend, as_backend
+from deformops_models.layout import Sizes, Starts
 
 
 class MultiScaleDeformAttn2d(nn.Module):

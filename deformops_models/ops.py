@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deformops_models import reference as plain
 from deformops_models.backend import call_counts, interpreting
+from deformops_models.layout import level_starts
 
 _OPERANDS = "Tensor value, Tensor shapes, Tensor? starts, Tensor? reference, Tensor points, Tensor weights"
 _OPTIONS = "int[] num_points, bool softmax, float offset_scale"
@@ -96,17 +97,10 @@ def _alert_not_deterministic() -> None:
 def _plain(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale) -> Tensor:
     sizes = [tuple(row) for row in shapes.tolist()]
     first_rows = level_starts(sizes) if starts is None else starts.tolist()
+    points, weights = points.flatten(3, -2), weights.flatten(3)
     return plain.msda(
         value, sizes, first_rows, reference, points, weights, num_points, softmax=softmax, offset_scale=offset_scale
     )
-
-
-def level_starts(sizes) -> list[int]:
-    """First row of each level when the levels follow one another."""
-    starts = [0]
-    for height, width in sizes[:-1]:
-        starts.append(starts[-1] + height * width)
-    return starts
 
 
 def _forward_cpu(*arguments):
@@ -158,20 +152,16 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     need_value, _, _, need_reference = ctx.needs_input_grad[:4]
-    gradients = msda_backward(grad, *ctx.saved_tensors, *ctx.options, need_value, need_reference)
+    arguments = (grad, *ctx.saved_tensors, *ctx.options, need_value, need_reference)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        gradients = msda_backward(*arguments)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = msda_backward(*arguments)
     grad_value, grad_reference, grad_points, grad_weights = gradients
-    return (
-        grad_value if need_value else None,
-        None,
-        None,
-        grad_reference if need_reference else None,
-        grad_points,
-        grad_weights,
-        None,
-        None,
-        None,
-        None,
-    )
+    grad_value = grad_value if need_value else None
+    grad_reference = grad_reference if need_reference else None
+    return grad_value, None, None, grad_reference, grad_points, grad_weights, None, None, None, None
 
 
 def _refuse(ctx, *grads):
@@ -180,3 +170,27 @@ def _refuse(ctx, *grads):
 
 torch.library.register_autograd("deformops_models::msda_forward", _differentiate, setup_context=_save, lib=_LIBRARY)
 torch.library.register_autograd("deformops_models::msda_backward", _refuse, lib=_LIBRARY)
+
+
+class _Differentiable(torch.autograd.Function):
+    """What `register_autograd` makes of the same functions, at a sixth of its host time per call."""
+
+    @staticmethod
+    def forward(*arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return msda_forward(*arguments)
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
+
+
+def msda(value, shapes, starts, reference, points, weights, *options) -> Tensor:
+    """Calls `msda_forward` by the shortest way: the operator's own autograd is for tracers and direct calls."""
+    arguments = (value, shapes, starts, reference, points, weights, *options)
+    if torch.compiler.is_compiling():
+        return msda_forward(*arguments)
+    operands = (value, points, weights) if reference is None else (value, reference, points, weights)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        return _Differentiable.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return msda_forward(*arguments)

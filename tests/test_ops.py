@@ -538,7 +538,10 @@ def test_errors_name_argument_value_and_remedy(call, changes, error, text):
 def test_the_good_calls_are_good():
     assert _msda().shape == _fused().shape == (2, 3, 32)
     assert _msda(attention_weights=torch.rand(2, 3, 2, 8)).shape == (2, 3, 32)
-    assert _msda(sampling_locations=FLAT, num_points=[5, 3]).shape == (2, 3, 32)
+    flat = {"sampling_locations": FLAT, "num_points": [5, 3]}
+    assert _msda(**flat, attention_weights=torch.rand(2, 3, 2, 8)).shape == (2, 3, 32)
+    with pytest.raises(ValueError, match="the points ask for"):
+        _msda(**flat, attention_weights=torch.rand(2, 3, 2, 2, 4))
     assert _fused(attention_logits=torch.rand(2, 3, 2, 2, 4)).shape == (2, 3, 32)
 
 

@@ -1,0 +1,128 @@
+"""Where each level lies in the value's rows: sizes and first rows, as numbers or as tensors on a device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Sizes = Tensor | Sequence[Sequence[int]]
+Starts = Tensor | Sequence[int] | None
+
+_INTS = (torch.int64, torch.int32)
+
+
+def count_levels(shapes: Sizes) -> int:
+    """L, or a ValueError if `shapes` is not (L, 2)."""
+    if isinstance(shapes, Tensor):
+        if shapes.dim() == 2 and shapes.shape[1] == 2:
+            return shapes.shape[0]
+        raise ValueError(f"spatial_shapes has shape {tuple(shapes.shape)}: (L, 2) as (H, W) is expected")
+    for pair in shapes:
+        if not hasattr(pair, "__len__") or len(pair) != 2:
+            raise ValueError(f"spatial_shapes={shapes}: one pair (H, W) per level is expected")
+    return len(shapes)
+
+
+def level_starts(sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """First row of each level when the levels follow one another."""
+    starts = [0]
+    for height, width in sizes[:-1]:
+        starts.append(starts[-1] + height * width)
+    return starts
+
+
+def host_layout(shapes: Sizes, starts: Starts, rows: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Sizes and first rows as numbers, checked against S = `rows`; waits for the GPU if they lie there."""
+    for name, tensor in (("spatial_shapes", shapes), ("level_start_index", starts)):
+        if isinstance(tensor, Tensor):
+            _check_ints(name, tensor)
+    sizes = [(height, width) for height, width in (shapes.tolist() if isinstance(shapes, Tensor) else shapes)]
+    if starts is None:
+        first_rows = level_starts(sizes)
+    elif isinstance(starts, Tensor):
+        _check_starts(starts, len(sizes))
+        first_rows = starts.tolist()
+    else:
+        first_rows = list(starts)
+        if len(first_rows) != len(sizes):
+            raise ValueError(f"level_start_index has {len(first_rows)} entries but there are {len(sizes)} levels")
+    _check_rows(sizes, first_rows, rows)
+    total = sum(height * width for height, width in sizes)
+    if starts is None and total != rows:
+        raise ValueError(
+            f"spatial_shapes={sizes} hold {total} pixels but value has {rows} rows; "
+            "pass level_start_index if the levels do not simply follow one another"
+        )
+    return sizes, first_rows
+
+
+def device_layout(shapes: Sizes, starts: Starts, rows: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Sizes and first rows as tensors on `device`, without waiting for it; checked where they are known here."""
+    if isinstance(shapes, Tensor) and shapes.device == device and device.type != "cpu":
+        _check_ints("spatial_shapes", shapes)
+        if starts is None:
+            return shapes, None
+        if isinstance(starts, Tensor):
+            _check_ints("level_start_index", starts)
+            _check_starts(starts, shapes.shape[0])
+            if starts.device == device:
+                return shapes, starts
+            starts = starts.tolist()
+        return shapes, _device_tensor(tuple(starts), device)
+    if torch.compiler.is_compiling() or isinstance(shapes, Tensor) or isinstance(starts, Tensor):
+        return _to_device(shapes, starts, rows, device)
+    # The usual list: looked up by its numbers, so that they are checked and copied once.
+    key = (tuple(map(tuple, shapes)), None if starts is None else tuple(starts), rows, device)
+    found = _layouts.get(key)
+    if found is None:
+        found = _to_device(shapes, starts, rows, device)
+        if type(found[0]) is Tensor:
+            _layouts[key] = found
+    return found
+
+
+# CUDA graphs keep reading these small tensors, so none is ever evicted.
+_layouts: dict[tuple, tuple[Tensor, Tensor | None]] = {}
+_tensors: dict[tuple, Tensor] = {}
+
+
+def _to_device(shapes: Sizes, starts: Starts, rows: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    sizes, first_rows = host_layout(shapes, starts, rows)
+    return _device_tensor(tuple(sizes), device), None if starts is None else _device_tensor(tuple(first_rows), device)
+
+
+def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
+    """A small int64 tensor on `device`, made once."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    tensor = _tensors.get((numbers, device))
+    if tensor is None:
+        # A tensor made in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False):
+            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+        if type(tensor) is Tensor:
+            _tensors[numbers, device] = tensor
+    return tensor
+
+
+def _check_ints(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _INTS:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: use int64 or int32")
+
+
+def _check_starts(starts: Tensor, levels: int) -> None:
+    if starts.shape != (levels,):
+        raise ValueError(f"level_start_index has shape {tuple(starts.shape)}: ({levels},) is expected")
+
+
+def _check_rows(sizes: list[tuple[int, int]], starts: list[int], rows: int) -> None:
+    for level, ((height, width), start) in enumerate(zip(sizes, starts, strict=True)):
+        if isinstance(height, float) or isinstance(width, float) or isinstance(start, float):
+            raise TypeError(
+                f"spatial_shapes and level_start_index hold {height}, {width}, {start} for level {level}: use integers"
+            )
+        if height < 0 or width < 0 or start < 0 or start + height * width > rows:
+            raise ValueError(
+                f"spatial_shapes and level_start_index put level {level} ({height}×{width}) at rows {start} to "
+                f"{start + height * width}, but value has {rows} rows"
+            )
