@@ -1,7 +1,7 @@
-"""What a launch needs: the problem's shape, the rule that picks a configuration, and the call itself."""
+"""How a kernel is launched: the rule that picks a configuration, the constants of a problem, and the call itself."""
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -9,40 +9,6 @@ import triton
 MAX_PROGRAMS = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Everything about one call but the tensors.
-
-    Args:
-        batch, rows, heads, channels, queries: B, S, M, D, Q.
-        num_points: points per level.
-        coordinates: 0 when points are locations, else the coordinates of a reference, 2 or 4.
-        reference_levels: levels of the reference points, 1 or L.
-        softmax: weights are logits.
-        offset_scale: factor of the offsets of 4-coordinate references.
-    """
-
-    batch: int
-    rows: int
-    heads: int
-    channels: int
-    queries: int
-    num_points: tuple[int, ...]
-    coordinates: int
-    reference_levels: int
-    softmax: bool
-    offset_scale: float
-
-    @classmethod
-    def of(cls, value, reference, points, num_points, softmax, offset_scale) -> "Problem":
-        batch, rows, heads, channels = value.shape
-        coordinates, levels = (0, 1) if reference is None else (reference.shape[-1], reference.shape[2])
-        return cls(
-            batch, rows, heads, channels, points.shape[1], tuple(num_points), coordinates, levels, softmax, offset_scale
-        )
-
-
-@lru_cache(maxsize=1024)
 def configure(channels: int, points: int, itemsize: int, backward: bool) -> tuple[int, int, int | None]:
     """(BQ, num_warps, maxnreg) by rule.
 
@@ -53,6 +19,7 @@ def configure(channels: int, points: int, itemsize: int, backward: bool) -> tupl
         channels: D.
         points: the widest level's count.
         itemsize: bytes of a value element.
+        backward: of the backward kernel.
     """
     # Narrow heads would give a thread too many samples.
     row = max(16, triton.next_power_of_2(channels)) * triton.next_power_of_2(points)
@@ -61,36 +28,68 @@ def configure(channels: int, points: int, itemsize: int, backward: bool) -> tupl
     return max(1, 512 // row), min(4, max(1, row // 512)), registers
 
 
-def launch(kernel, problem: Problem, tensors: tuple, *, backward: bool, **constants) -> None:
-    """Launches `kernel` on the device of the value tensor; the other device's current stream is left alone."""
-    value, starts = tensors[1], tensors[3]
-    BQ, warps, registers = configure(problem.channels, max(problem.num_points), value.element_size(), backward)
-    programs = problem.batch * triton.cdiv(problem.queries, BQ) * problem.heads
-    if programs == 0:
-        return
+class Plan(NamedTuple):
+    """A launch without its tensors: number of programs, constant arguments, options of the compiler."""
+
+    programs: int
+    constants: tuple
+    options: dict[str, int | None]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    value: torch.Size,
+    reference: torch.Size | None,
+    queries: int,
+    num_points: tuple[int, ...],
+    softmax: bool,
+    has_starts: bool,
+    itemsize: int,
+    backward: bool,
+) -> Plan:
+    batch, rows, heads, channels = value
+    coordinates, reference_levels = (0, 1) if reference is None else (reference[3], reference[2])
+    BQ, warps, registers = configure(channels, max(num_points), itemsize, backward)
+    programs = batch * triton.cdiv(queries, BQ) * heads
     if programs > MAX_PROGRAMS:
         raise ValueError(
             f"batch·queries·heads needs {programs} programs, CUDA launches {MAX_PROGRAMS}: split the batch"
         )
-    arguments = (
-        *tensors,
-        problem.rows,
-        problem.queries,
-        problem.offset_scale,
-        problem.heads,
-        problem.channels,
-        problem.num_points,
-        sum(problem.num_points),
-        problem.coordinates,
-        problem.reference_levels,
-        problem.softmax,
+    constants = (heads, channels, num_points, sum(num_points), coordinates, reference_levels, softmax, has_starts)
+    wide = rows * heads * channels >= 2**31
+    return Plan(programs, (*constants, wide, BQ), {"num_warps": warps, "maxnreg": registers})
+
+
+def launch(kernel, tensors: tuple, num_points, softmax: bool, offset_scale: float, **flags: bool) -> None:
+    """Launches `kernel` on the device of the value.
+
+    Args:
+        kernel: takes `tensors`, then what is computed here.
+        tensors: output or its gradient, value (B, S, M, D), shapes, starts, reference (B, Q, L, C), points
+            (B, Q, ...), weights, and what else the kernel takes.
+        num_points: points per level.
+        softmax, offset_scale: as in `deformops_models.reference.msda`.
+        flags: the backward kernel's, none for the forward.
+    """
+    value, starts, reference, points = tensors[1], tensors[3], tensors[4], tensors[5]
+    queries = points.shape[1]
+    plan = _plan(
+        value.shape,
+        None if reference is None else reference.shape,
+        queries,
+        tuple(num_points),
+        softmax,
         starts is not None,
-        problem.rows * problem.heads * problem.channels >= 2**31,
-        BQ,
+        value.element_size(),
+        bool(flags),
     )
+    if plan.programs == 0:
+        return
+    run = kernel[(plan.programs,)]
+    arguments = (*tensors, value.shape[1], queries, offset_scale, *plan.constants)
     device = value.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=registers)
+            run(*arguments, **flags, **plan.options)
     else:
-        kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=registers)
+        run(*arguments, **flags, **plan.options)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deformops_models.kernels._launch import Problem, launch
+from deformops_models.kernels._launch import launch
 from deformops_models.kernels._sampling import (
     corner_weights,
     first_point,
@@ -198,30 +198,14 @@ def msda_backward_kernel(
         tl.store(grad_weights_ptr + o_sample, g_w.to(grad_weights_ptr.dtype.element_ty), mask=m_r)
 
 
-def msda_backward(
-    grad,
-    value,
-    shapes,
-    starts,
-    reference,
-    points,
-    weights,
-    grad_value,
-    grad_reference,
-    grad_points,
-    grad_weights,
-    problem: Problem,
-) -> None:
-    """Adds into `grad_value` (zeroed by the caller; None to skip) and writes the other gradients.
+def msda_backward(operands, gradients, *options) -> None:
+    """Adds into the value's gradient and writes the others.
 
-    `grad_reference` is (B, Q, M, L, C) in float32, one row per head and level, or None.
+    Args:
+        operands: gradient of the output, value, shapes, starts, reference, points, weights; all contiguous.
+        gradients: of the value, zeroed by the caller, or None to skip it; of the reference as (B, Q, M, L, C) in
+            float32, one row per head and level, or None; of the points; of the weights.
+        options: those of `launch`.
     """
-    launch(
-        msda_backward_kernel,
-        problem,
-        (grad, value, shapes, starts, reference, points, weights)
-        + (grad_value, grad_reference, grad_points, grad_weights),
-        backward=True,
-        NEED_VALUE=grad_value is not None,
-        NEED_REFERENCE=grad_reference is not None,
-    )
+    flags = {"NEED_VALUE": gradients[0] is not None, "NEED_REFERENCE": gradients[1] is not None}
+    launch(msda_backward_kernel, (*operands, *gradients), *options, **flags)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deformops_models.kernels._launch import Problem, launch
+from deformops_models.kernels._launch import launch
 from deformops_models.kernels._sampling import (
     corner_weights,
     first_point,
@@ -121,6 +121,6 @@ def msda_forward_kernel(
     tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_q[:, None] & (o_d < D)[None, :])
 
 
-def msda_forward(output, value, shapes, starts, reference, points, weights, problem: Problem) -> None:
-    """Writes the output (B, Q, M·D); see `deformops_models.reference.msda` for the operands."""
-    launch(msda_forward_kernel, problem, (output, value, shapes, starts, reference, points, weights), backward=False)
+def msda_forward(output, value, shapes, starts, reference, points, weights, *options) -> None:
+    """Writes the output (B, Q, M·D). Operands are contiguous; `options` are those of `launch`."""
+    launch(msda_forward_kernel, (output, value, shapes, starts, reference, points, weights), *options)

@@ -37,7 +37,9 @@ def _wide_tiles():
     with pytest.MonkeyPatch.context() as monkeypatch:
         configure = _launch.configure
         monkeypatch.setattr(_launch, "configure", lambda *args: (256, *configure(*args)[1:]))
+        _launch._plan.cache_clear()
         yield
+    _launch._plan.cache_clear()
 
 
 @dataclass
