@@ -42,7 +42,8 @@ def msda(
     Args:
         value: (B, S, M, D), float32, float16, bfloat16 or float64.
         spatial_shapes: (L, 2) as (H, W) in pixels: an int32 or int64 tensor, or pairs of numbers. Sizes known on the
-            host are checked there; sizes on a GPU are checked in the kernel, which returns NaN if they do not fit S.
+            host are checked there; sizes on a GPU are checked in the kernel, which returns NaN if they do not fit S,
+            and whose gradients then are zero where a level does not fit.
         level_start_index: (L,) first row of each level in S, or None: one level after the other, filling S.
         sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0..1 over the image; or (B, Q, M, P, 2) with `num_points`.
         attention_weights: (B, Q, M, L, K) or (B, Q, M, L·K).
@@ -101,6 +102,8 @@ def deformable_attention(
     """
     operands = {"value": value, "sampling_offsets": sampling_offsets, "attention_logits": attention_logits}
     options = (num_points, True, float(offset_scale), backend, fp32_grad_accum)
+    if reference_points is None:
+        raise TypeError("reference_points is None: a torch.Tensor is expected")
     return _run(operands, spatial_shapes, level_start_index, reference_points, *options)
 
 
@@ -115,6 +118,11 @@ def _run(
     backend: Backend | str | None,
     fp32_grad_accum: bool | None,
 ) -> Tensor:
+    for name, operand in operands.items() if boxes is None else (operands | {"reference_points": boxes}).items():
+        if not isinstance(operand, Tensor):
+            raise TypeError(f"{name} is a {type(operand).__name__}: a torch.Tensor is expected")
+    if num_points is not None and (isinstance(num_points, int) or any(not isinstance(k, int) for k in num_points)):
+        raise TypeError(f"num_points={num_points!r}: one whole number per level is expected")
     value, points, weights = operands.values()
     # The same shapes come again and again; a tracer's symbols and stand-ins cannot be looked up.
     lookup = type(value) is Tensor and not torch.compiler.is_compiling()
@@ -186,7 +194,7 @@ def _count_points(name: str, shape: torch.Size, levels: int, num_points: tuple[i
         return [shape[4]] * levels
     if num_points is None:
         raise ValueError(f"{name} has a flat point axis {tuple(shape)}: pass num_points, the count per level")
-    counts = [int(k) for k in num_points]
+    counts = list(num_points)
     if len(counts) != levels or min(counts) < 1 or sum(counts) != shape[3]:
         raise ValueError(
             f"num_points={counts} must hold {levels} positive counts that sum to {shape[3]}, {name}'s axis 3"

@@ -98,8 +98,10 @@ def resolve(device: torch.device | str, dtype: torch.dtype, backend: Backend | s
 
     Raises:
         RuntimeError: the demanded backend, or Triton on a CUDA tensor, cannot run. The text says why and what to do.
-        ValueError: `backend` is unknown.
+        ValueError, TypeError: `backend` is unknown, `dtype` is no dtype.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: a torch.dtype is expected")
     device, demanded = torch.device(device), as_backend(backend)
     problem = _kernel_problem(device, dtype)
     if demanded is Backend.EAGER:

@@ -94,8 +94,9 @@ def _checkpoints(args: argparse.Namespace) -> int:
         and (not args.task or args.task.lower() in row.task.lower())
     ]
     if not rows:
-        tasks = sorted({row.task for row in everything})
-        raise UsageError(f"no checkpoint has a task like {args.task!r}: use {', '.join(tasks)}")
+        tasks = sorted({row.task for row in everything if args.framework in (None, row.framework)})
+        of = f" of {args.framework}" if args.framework else ""
+        raise UsageError(f"no checkpoint{of} has a task like {args.task!r}: use {', '.join(tasks)}")
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2, default=str))
         return 0

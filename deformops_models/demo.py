@@ -108,7 +108,8 @@ def _compare(detector: Detector, photo: "Image", device: torch.device, picture: 
     print(f"  modules swapped       {len(swapped)}")
     print(f"  backend that ran      {_ran(ran)}")
     print(f"  largest difference    {largest} of the largest value: {'agrees' if agrees else 'DISAGREES'}")
-    print(f"  forward + backward    patched {_duration(patched)}, unpatched {_duration(reference)}")
+    same = "" if ran["msda_forward"] else " (the same code twice)"
+    print(f"  forward + backward    patched {_duration(patched)}, unpatched {_duration(reference)}{same}")
     print(f"  picture               {picture}")
     return agrees
 

@@ -9,6 +9,9 @@ import hashlib
 import http.client
 import pickle
 import re
+import socket
+import urllib.parse
+import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -116,6 +119,7 @@ class _TransformersLoader:
         backend: Backend | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        strict: bool = True,
         **upstream_kwargs: Any,
     ) -> nn.Module:
         """Returns the upstream model with its weights, patched, in eval mode.
@@ -127,19 +131,27 @@ class _TransformersLoader:
             backend: of the patched modules, as in `patch`.
             device: where the model goes; by default it stays where upstream puts it.
             dtype: of the weights, such as torch.bfloat16, "bfloat16" or "auto"; by default upstream's own choice.
+            strict: parameters that the checkpoint does not hold are an error; otherwise upstream initialises and
+                reports them.
             upstream_kwargs: for upstream's `from_pretrained`: revision, cache_dir, local_files_only, token, ...
 
         Raises:
-            CheckpointError: the name is unknown, the checkpoint is of another model type, the Hub cannot be reached and
-                its cache does not hold the files, or a file cannot be read.
+            CheckpointError: the name is unknown, the checkpoint is of another model type or lacks parameters, the Hub
+                cannot be reached and its cache does not hold the files, or a file cannot be read.
         """
         upstream = _upstream(cls.model_class)
         source, row = cls._locate(name_or_path)
         if dtype is not None:
             upstream_kwargs["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
-        with _one_error(source, row):
+        with _one_error(source, row, upstream_kwargs):
             cls._check_model_type(upstream, source, upstream_kwargs)
-            model = upstream.from_pretrained(source, **upstream_kwargs)
+            model, loaded = upstream.from_pretrained(source, **upstream_kwargs | {"output_loading_info": True})
+        missing = sorted(set(loaded["missing_keys"]) & dict(model.named_parameters()).keys())
+        if missing and strict:
+            raise CheckpointError(
+                f"{source} lacks {len(missing)} parameters of {cls.model_class}, such as {missing[0]}: it holds "
+                "another model's weights, or pass strict=False to start them anew"
+            )
         return _ready(model, backend, device)
 
     @classmethod
@@ -166,13 +178,15 @@ class _TransformersLoader:
         names = ("preprocessor_config.json", "processor_config.json")
         if Path(source).is_dir() and not any(Path(source, name).is_file() for name in names):
             return upstream(**upstream_kwargs)
-        with _one_error(source, row):
+        with _one_error(source, row, upstream_kwargs):
             return upstream.from_pretrained(source, **upstream_kwargs)
 
     @classmethod
     def _locate(cls, name_or_path: str | Path) -> tuple[str, Checkpoint | None]:
         """Returns the folder or Hub repo id to load from, and the row of checkpoints.toml if there is one."""
         name = str(name_or_path)
+        if not name:
+            raise CheckpointError("the name of the checkpoint is empty")
         if Path(name).expanduser().is_dir():
             return str(Path(name).expanduser()), None
         row = _find(name)
@@ -306,7 +320,11 @@ class DINO:
         _prepare_mmdet()
         from mmengine.config import Config
 
-        config = Config.fromfile(path)
+        try:
+            config = Config.fromfile(path)
+        # A config is Python code: it can raise anything.
+        except Exception as error:
+            raise CheckpointError(f"cannot read the config {path}: {_first_line(error)}") from error
         found = config.get("model", {}).get("type")
         if found not in cls.model_types:
             raise CheckpointError(f"{path} builds {found!r}: DINO loads mmdet's {' and '.join(cls.model_types)}")
@@ -357,7 +375,8 @@ def _find(name: str) -> Checkpoint | None:
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    found = getattr(torch, short.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}: use a torch.dtype or its name, such as 'bfloat16'")
     return found
@@ -390,21 +409,49 @@ def _upstream(name: str) -> Any:
 
 
 @contextmanager
-def _one_error(source: str, row: Checkpoint | None) -> Iterator[None]:
+def _one_error(source: str, row: Checkpoint | None, upstream_kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turns what upstream raises for a missing, unreachable or damaged checkpoint into one CheckpointError."""
-    from safetensors import SafetensorError
-
+    name = f"{row.alias} ({source})" if row else source
+    local = Path(source).is_dir()
+    if not local and not upstream_kwargs.get("local_files_only"):
+        _reach_hub(source, name, upstream_kwargs.get("cache_dir"))
     try:
         yield
-    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
+    except CheckpointError:
+        raise
+    # A damaged config or file makes upstream and its readers raise anything.
+    except Exception as error:
         reason = _first_line(error)
-        if Path(source).is_dir():
+        if local or not isinstance(error, OSError):
             raise CheckpointError(f"cannot load {source}: {reason}") from error
-        name = f"{row.alias} ({source})" if row else source
         note = f"; {row.note}" if row and row.note else ""
         raise CheckpointError(
-            f"cannot load {name} from the Hub or its cache: {reason}{note}. Without a connection, run `hf download "
-            f"{source}` on another machine and pass that folder, or copy its Hub cache here and set HF_HUB_OFFLINE=1"
+            f"cannot load {name} from the Hub or its cache: {reason.rstrip('.')}{note}. {_elsewhere(source)}"
+        ) from error
+
+
+def _elsewhere(source: str) -> str:
+    return (
+        f"Without a connection, run `hf download {source}` on another machine and pass that folder, or copy its Hub "
+        "cache here and set HF_HUB_OFFLINE=1"
+    )
+
+
+def _reach_hub(source: str, name: str, cache_dir: str | Path | None) -> None:
+    """Raises at once where nothing is cached and the Hub does not answer; upstream would try for half a minute."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    cached = huggingface_hub.try_to_load_from_cache(source, "config.json", cache_dir=cache_dir)
+    # Behind a proxy there is no direct way to try.
+    if cached or constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return
+    host = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((host.hostname, host.port or (80 if host.scheme == "http" else 443)), 10).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot load {name}: the Hub cannot be reached ({error}). {_elsewhere(source)}"
         ) from error
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deformops_models.api import deformable_attention
+from deformops_models.api import MAX_LEVELS, deformable_attention
 from deformops_models.backend import Backend, as_backend
 from deformops_models.layout import Sizes, Starts
 
@@ -31,8 +31,10 @@ class MultiScaleDeformAttn2d(nn.Module):
         backend: Backend | str | None = None,
     ):
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim < 1 or dim % num_heads:
             raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
+        if not 1 <= num_levels <= MAX_LEVELS:
+            raise ValueError(f"num_levels={num_levels}: 1 to {MAX_LEVELS} are supported")
         counts = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
         if len(counts) != num_levels or min(counts, default=0) < 1:
             raise ValueError(f"num_points={num_points} must be positive, one count or {num_levels} of them")
@@ -72,6 +74,11 @@ class MultiScaleDeformAttn2d(nn.Module):
 
         `spatial_shapes` and `level_start_index` are as for `msda`. Returns (B, Q, dim).
         """
+        for name, tensor in (("query", query), ("value", value)):
+            if tensor.dim() != 3 or tensor.shape[2] != self.dim or tensor.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}: ({query.shape[0]}, N, {self.dim}) is expected"
+                )
         batch, queries = query.shape[:2]
         split = (batch, queries, self.num_heads, sum(self.num_points))
         value = self.value_proj(value)

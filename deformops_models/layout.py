@@ -17,6 +17,8 @@ def count_levels(shapes: Sizes) -> int:
         if shapes.dim() == 2 and shapes.shape[1] == 2:
             return shapes.shape[0]
         raise ValueError(f"spatial_shapes has shape {tuple(shapes.shape)}: (L, 2) as (H, W) is expected")
+    if not isinstance(shapes, Sequence):
+        raise TypeError(f"spatial_shapes is a {type(shapes).__name__}: a tensor or a list of pairs (H, W) is expected")
     for pair in shapes:
         if not hasattr(pair, "__len__") or len(pair) != 2:
             raise ValueError(f"spatial_shapes={shapes}: one pair (H, W) per level is expected")
@@ -36,7 +38,12 @@ def host_layout(shapes: Sizes, starts: Starts, rows: int) -> tuple[list[tuple[in
     for name, tensor in (("spatial_shapes", shapes), ("level_start_index", starts)):
         if isinstance(tensor, Tensor):
             _check_ints(name, tensor)
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"{name} is a tensor on {tensor.device}, whose numbers a compiler cannot see: pass a list"
+                )
     sizes = [(height, width) for height, width in (shapes.tolist() if isinstance(shapes, Tensor) else shapes)]
+    _check_starts_type(starts)
     if starts is None:
         first_rows = level_starts(sizes)
     elif isinstance(starts, Tensor):
@@ -58,6 +65,7 @@ def host_layout(shapes: Sizes, starts: Starts, rows: int) -> tuple[list[tuple[in
 
 def device_layout(shapes: Sizes, starts: Starts, rows: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Sizes and first rows as tensors on `device`, without waiting for it; checked where they are known here."""
+    _check_starts_type(starts)
     if isinstance(shapes, Tensor) and shapes.device == device and device.type != "cpu":
         _check_ints("spatial_shapes", shapes)
         if starts is None:
@@ -108,6 +116,11 @@ def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
 def _check_ints(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in _INTS:
         raise TypeError(f"{name} has dtype {tensor.dtype}: use int64 or int32")
+
+
+def _check_starts_type(starts: Starts) -> None:
+    if starts is not None and not isinstance(starts, Tensor | Sequence):
+        raise TypeError(f"level_start_index is a {type(starts).__name__}: a tensor, a list or None is expected")
 
 
 def _check_starts(starts: Tensor, levels: int) -> None:

@@ -185,6 +185,10 @@ def msda(value, shapes, starts, reference, points, weights, *options) -> Tensor:
     arguments = (value, shapes, starts, reference, points, weights, *options)
     if torch.compiler.is_compiling():
         return msda_forward(*arguments)
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "the kernels have no vmap, torch.func transforms or forward-mode derivatives: pass backend='eager'"
+        )
     operands = (value, points, weights) if reference is None else (value, reference, points, weights)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return _Differentiable.apply(*arguments)

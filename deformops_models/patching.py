@@ -258,7 +258,7 @@ def report(model: nn.Module) -> Report:
             reason = _obstacle(module, family) or _filtered.get(module, "not patched")
             result.skipped.append(Entry(name, cls.__name__, family.name, reason))
         elif _samples_offsets(module):
-            reason = f"class {cls.__module__}.{cls.__name__} is not known"
+            reason = f"class {_full_name(cls)} is not known"
             result.skipped.append(Entry(name, cls.__name__, None, reason))
     return result
 
@@ -370,21 +370,27 @@ def _nothing_matched(model: nn.Module, skipped: list[Entry]) -> str:
     if skipped:
         lines += [f"  {entry}" for entry in skipped]
     else:
-        known = [family.class_name for family in families()]
-        near = [type(m).__name__ for m in model.modules() if _samples_offsets(m)]
-        near += [n for m in model.modules() if difflib.get_close_matches(n := type(m).__name__, known, 1, 0.7)]
+        known = [f"{family.module}.{family.class_name}" for family in families()]
+        names = [family.class_name for family in families()]
+        classes = {type(m): m for m in model.modules()}
+        near = [_full_name(cls) for cls, m in classes.items() if _samples_offsets(m)]
+        near += [_full_name(cls) for cls in classes if difflib.get_close_matches(cls.__name__, names, 1, 0.7)]
         lines.append(f"  nearest classes in the model: {', '.join(list(dict.fromkeys(near))[:5]) or 'none'}")
         lines.append(f"  known classes: {', '.join(dict.fromkeys(known))}")
-    names = dict.fromkeys(["torch", *(family.framework for family in families())])
-    lines.append("  installed: " + ", ".join(f"{name} {_version(name)}" for name in names))
+    frameworks = dict.fromkeys(["torch", *(family.framework for family in families())])
+    lines.append("  installed: " + ", ".join(f"{name} {_version(name)}" for name in frameworks))
     return "\n".join(lines)
 
 
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _version(framework: str) -> str:
+    """Version of a framework by its import name; a distribution of another name may hold it, as mmcv-lite does."""
     module = sys.modules.get(framework)
     if version := getattr(module, "__version__", None):
         return version
-    try:
-        return importlib.metadata.version(framework)
-    except importlib.metadata.PackageNotFoundError:
-        return "is not installed"
+    for distribution in importlib.metadata.packages_distributions().get(framework, ()):
+        return importlib.metadata.version(distribution)
+    return "is not installed"

@@ -296,15 +296,30 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
     model = loader.from_pretrained(name, device=device, dtype=dtype)
 
     def forward(image: "Image") -> tuple[Any, Any]:
-        inputs = processor(images=image, return_tensors="pt")
+        try:
+            inputs = processor(images=image, return_tensors="pt")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"--model {name}: its image processor fails: {error}") from error
         with torch.inference_mode():
             outputs = model(inputs["pixel_values"].to(device, dtype), pixel_mask=inputs["pixel_mask"].to(device))
         for key, value in outputs.items():
             if isinstance(value, Tensor):
                 outputs[key] = value.float().cpu()
+        _check_finite([outputs[key] for key in _RESULTS if key in outputs], name, options)
         return processor, outputs
 
     return model, forward
+
+
+#: Outputs of transformers' models that become predictions.
+_RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
+
+
+def _check_finite(results: list[Tensor], name: str, options: Options) -> None:
+    if not all(result.isfinite().all() for result in results):
+        dtype = str(options.dtype).removeprefix("torch.")
+        remedy = "" if options.dtype == torch.float32 else ": use --dtype float32"
+        raise UsageError(f"--model {name} gives numbers that are not finite in {dtype} on {options.device}{remedy}")
 
 
 def _load_mmdet(name: str, options: Options) -> Detect:
@@ -320,6 +335,7 @@ def _load_mmdet(name: str, options: Options) -> Detect:
             warnings.filterwarnings("ignore", message="torch.meshgrid")  # mmdet's calls
             [sample] = model.test_step(prepare(image))
         found = sample.pred_instances
+        _check_finite([found.bboxes, found.scores], name, options)
         found = found[found.scores > options.threshold]
         return _from_boxes(found.bboxes, found.labels, found.scores, names)
 

@@ -52,6 +52,9 @@ def msda(
     if softmax:
         weights = weights.softmax(-1)
     rows = value.to(dtype).transpose(1, 2)  # B M S D
+    if not value.shape[1]:
+        # Levels without pixels: nothing is sampled, but there has to be a row to look up.
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
     output = value.new_zeros((batch, heads, queries, channels), dtype=dtype)
     first = 0
     for level, ((height, width), start, count) in enumerate(zip(sizes, starts, num_points, strict=True)):

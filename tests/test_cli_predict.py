@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -475,3 +476,27 @@ def test_incomplete_model_folder_is_one_line(run, photo, deformable_detr, tmp_pa
     code, out, err = run(photo, "--model", folder, "--out", tmp_path / "out")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert str(folder) in err
+
+
+def test_outputs_that_are_not_finite_are_an_error(run, photo, deformable_detr, tmp_path, capsys):
+    model = transformers.DeformableDetrForObjectDetection.from_pretrained(deformable_detr)
+    with torch.no_grad():
+        model.class_embed[-1].bias.fill_(float("nan"))
+    broken = tmp_path / "broken"
+    model.save_pretrained(broken)
+    transformers.DeformableDetrImageProcessor(size=SIZE).save_pretrained(broken)
+    capsys.readouterr()
+    code, _, err = run(photo, "--model", broken, "--out", tmp_path / "out")
+    assert code == 2
+    assert len(err.splitlines()) == 1 and "numbers that are not finite in float32 on cpu" in err
+
+
+@pytest.mark.parametrize("change", [{"d_model": "abc"}, {"num_queries": 33}], ids=str)
+def test_damaged_config_is_one_line(run, photo, deformable_detr, tmp_path, change):
+    folder = tmp_path / "model"
+    shutil.copytree(deformable_detr, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    code, _, err = run(photo, "--model", folder, "--out", tmp_path / "out")
+    assert code == 2
+    assert len(err.splitlines()) == 1 and err.startswith("deformops-models: cannot load ")

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import Problem, relative_error
@@ -604,3 +605,49 @@ def test_resolve_outside_the_interpreter():
         "the Triton kernel cannot run: no C compiler found, which Triton needs at first launch: install gcc or set CC. "
         "Pass backend='eager' for plain PyTorch",
     ], run.stderr[-2000:]
+
+
+def test_transforms_of_functions_are_refused(device):
+    problem = Problem.random(batch=1, queries=2, heads=1)
+    value, reference, points, weights = (t.float().to(device) for t in problem.operands().values())
+
+    def run(v):
+        return dm.deformable_attention(
+            v, problem.sizes, None, reference, points, weights, num_points=problem.num_points, backend="triton"
+        )
+
+    for transform in (
+        lambda: torch.func.jvp(run, (value,), (value,)),
+        lambda: torch.func.grad(lambda v: run(v).sum())(value),
+        lambda: torch.func.vmap(run)(value[None]),
+    ):
+        with pytest.raises(NotImplementedError, match="pass backend='eager'"):
+            transform()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="pass backend='eager'"):
+        run(torch.autograd.forward_ad.make_dual(value, value))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_levels_without_pixels_sample_nothing(device, backend):
+    value = torch.rand(2, 0, 2, 16, device=device, requires_grad=True)
+    locations, weights = torch.rand(2, 3, 2, 1, 4, 2, device=device), torch.rand(2, 3, 2, 1, 4, device=device)
+    output = dm.msda(value, [(0, 0)], None, locations, weights, backend=backend)
+    output.sum().backward()
+    assert torch.equal(output, torch.zeros(2, 3, 32, device=device)) and value.grad.shape == value.shape
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"value": np.zeros((2, 57, 2, 16))}, "value is a ndarray: a torch.Tensor is expected"),
+        ({"attention_weights": None}, "attention_weights is a NoneType"),
+        ({"spatial_shapes": 5}, "spatial_shapes is a int: a tensor or a list of pairs"),
+        ({"level_start_index": 0}, "level_start_index is a int: a tensor, a list or None"),
+        ({"num_points": 4}, "num_points=4: one whole number per level"),
+        ({"num_points": [4.5, 3.5]}, r"num_points=\[4.5, 3.5\]: one whole number per level"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type(change, error):
+    with pytest.raises(TypeError, match=error):
+        _msda(**change)
