@@ -9,11 +9,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SETUP := pyproject.toml setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint wheel clean
+.PHONY: help demo test gpu lint wheel clean
 
 help:
 	@echo "make demo    install into $(VENV) and run the three detectors, patched and unpatched"
 	@echo "make test    the same, then the whole test suite"
+	@echo "make gpu     on a machine with a GPU: its tests, doctor --verify, benchmarks into $(RESULTS)"
 	@echo "make lint    ruff"
 	@echo "make wheel   dist/*.whl and dist/*.tar.gz"
 	@echo "make clean   remove $(VENV) and all that was built"
@@ -24,6 +25,16 @@ demo: $(VENV)/.installed-all
 # One thread per process, since the tests already run on several.
 test: demo $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# In another environment that has the dependencies: make gpu RUN=python3 PYTEST_FLAGS="-n 8"
+RUN ?= $(BIN)/python
+RESULTS ?= benchmarks/results
+gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+gpu:
+	$(RUN) -m pytest -m gpu $(PYTEST_FLAGS)
+	$(RUN) -m deformops_models.cli doctor --verify
+	$(RUN) benchmarks/train_step.py --out $(RESULTS)/train_step.csv
+	$(RUN) benchmarks/operators.py --out $(RESULTS)/operators.csv
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
