@@ -71,21 +71,39 @@ class Problem:
     ) -> "Problem":  # fmt: skip
         """`coordinates` 0 gives locations, partly outside the image; 2 and 4 give reference points and offsets."""
         rows, total = sum(h * w for h, w in sizes), sum(num_points)
-        reference = None
-        points = torch.rand(batch, queries, heads, total, 2) * 1.4 - 0.2
-        if coordinates:
-            points = torch.randn(batch, queries, heads, total, 2) * 2
-            reference = torch.rand(batch, queries, reference_levels or len(sizes), coordinates)
-        tensors = (
-            torch.randn(batch, rows, heads, channels),
-            reference,
-            points,
-            torch.randn(batch, queries, heads, total),
-            torch.randn(batch, queries, heads * channels),
+
+        def rounded(tensor: Tensor) -> Tensor:
+            for dtype in dtypes:
+                tensor = tensor.to(dtype)
+            return tensor.double()
+
+        def draw_points() -> Tensor:
+            shape = (batch, queries, heads, total, 2)
+            return rounded(torch.randn(shape) * 2 if coordinates else torch.rand(shape) * 1.4 - 0.2)
+
+        problem = cls(
+            list(sizes),
+            rounded(torch.randn(batch, rows, heads, channels)),
+            rounded(torch.rand(batch, queries, reference_levels or len(sizes), coordinates)) if coordinates else None,
+            draw_points(),
+            rounded(torch.randn(batch, queries, heads, total)),
+            rounded(torch.randn(batch, queries, heads * channels)),
+            list(num_points),
         )
-        for dtype in dtypes:
-            tensors = [t if t is None else t.to(dtype) for t in tensors]
-        return cls(list(sizes), *[t if t is None else t.double() for t in tensors], list(num_points))
+        # At a whole pixel bilinear sampling has no derivative, and rounding would decide which side is taken.
+        while (near := problem.near_whole_pixels()).any():
+            problem.points = torch.where(near.unsqueeze(-1), draw_points(), problem.points)
+        return problem
+
+    def near_whole_pixels(self) -> Tensor:
+        """(B, Q, M, P): whether x or y is within a thousandth of a whole pixel."""
+        from deformops_models.reference import pixels
+
+        near, levels = [], self.points.split(self.num_points, 3)
+        for level, ((height, width), points) in enumerate(zip(self.sizes, levels, strict=True)):
+            xy = pixels(points, self.reference, level, height, width, points.shape[3], 0.5)
+            near.append(torch.stack([(c - c.round()).abs() < 1e-3 for c in xy]).any(0))
+        return torch.cat(near, 3)
 
     def operands(self) -> dict[str, Tensor]:
         names = ("value", "reference", "points", "weights")
