@@ -35,15 +35,16 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     return ((actual - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
-def assert_within_budget(actual: Tensor, exact: Tensor, plain: Tensor, name: str = "") -> None:
+def assert_within_budget(actual: Tensor, exact: Tensor, plain: Tensor, name: str = "", longest: int = 0) -> None:
     """The error may be twice that of the plain low-precision path plus one rounding of the result's dtype.
 
     Args:
         actual: what is tested.
         exact: the same in float64.
         plain: the same by the plain path in actual's dtype.
+        longest: the longest side of a level in pixels; coordinates up to it are rounded to float32 too.
     """
-    band = torch.finfo(actual.dtype).eps
+    band = torch.finfo(actual.dtype).eps + longest * torch.finfo(torch.float32).eps
     bound = 2 * (relative_error(plain, exact) + band)
     error = relative_error(actual, exact)
     assert error <= bound, f"{name}: error {error:.3e} exceeds its budget {bound:.3e}"
@@ -95,6 +96,11 @@ class Problem:
             problem.points = torch.where(near.unsqueeze(-1), draw_points(), problem.points)
         return problem
 
+    @property
+    def longest(self) -> int:
+        """The longest side of a level, in pixels."""
+        return max(map(max, self.sizes))
+
     def near_whole_pixels(self) -> Tensor:
         """(B, Q, M, P): whether x or y is within a thousandth of a whole pixel."""
         from deformops_models.reference import pixels
@@ -139,5 +145,5 @@ class Problem:
             operand = name.removeprefix("grad_") if name != "output" else "value"
             expected = dtypes[operand] if isinstance(dtypes, dict) else dtypes
             assert result.dtype == expected, (name, result.dtype)
-            assert_within_budget(result, exact[name], plain[name], name)
+            assert_within_budget(result, exact[name], plain[name], name, self.longest)
         return actual

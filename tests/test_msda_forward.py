@@ -35,7 +35,7 @@ def exact(problem: Problem, **options) -> torch.Tensor:
 
 def check(problem: Problem, actual: torch.Tensor, **options) -> None:
     plain = problem.run("eager", actual.dtype, **options)["output"]
-    assert_within_budget(actual, exact(problem, **options), plain)
+    assert_within_budget(actual, exact(problem, **options), plain, longest=problem.longest)
 
 
 def test_the_kernel_runs_and_is_counted(device):
@@ -63,7 +63,7 @@ def test_msda_with_locations(device, method, levels, points):
                 value, problem.sizes, None, locations.view(*shape, 2), weights.view(form),
                 method=method, backend="triton",
             )  # fmt: skip
-        assert_within_budget(actual, expected, plain)
+        assert_within_budget(actual, expected, plain, longest=problem.longest)
 
 
 @pytest.mark.parametrize("coordinates, reference_levels", [(2, 2), (2, 1), (4, 2), (4, 1)])

@@ -176,7 +176,8 @@ def _compare(module: nn.Module, leaves: Tensors, call) -> None:
     before = dm.call_counts["msda_forward"]
     actual = run(dm.patch(copy.deepcopy(module), backend="triton"), torch.float32)
     assert dm.call_counts["msda_forward"] == before + 1
-    assert_as_accurate(actual, plain, exact, FLOAT32)
+    # Coordinates, up to the longest side of a level, are rounded too.
+    assert_as_accurate(actual, plain, exact, FLOAT32 * (1 + max(map(max, SIZES))))
 
 
 SIZES = ((3, 5), (2, 2))
