@@ -105,6 +105,7 @@ def assert_as_accurate(actual: Tensors, plain: Tensors, exact: Tensors, eps: flo
     assert actual.keys() == plain.keys() == exact.keys()
     for name, t in exact.items():
         odd = ~t.isfinite().cpu()
+        assert torch.equal(~actual[name].isfinite().cpu(), odd), f"{name} is finite where upstream is not, or reversed"
         assert torch.equal(actual[name].cpu()[odd], t.cpu()[odd].to(actual[name].dtype)), name
     actual, plain, exact = ({n: _finite(t) for n, t in ts.items()} for ts in (actual, plain, exact))
     norms = {name: t.norm() for name, t in exact.items()}

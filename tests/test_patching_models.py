@@ -150,7 +150,6 @@ def test_bfloat16_autocast_step(detector, device):
     actual = training_step(detector, model, torch.bfloat16, choices)
     assert dm.call_counts == {"msda_forward": detector.attentions, "msda_backward": detector.attentions}
     for part in range(2):
-        assert all(t.isfinite().all() for t in actual[part].values())
         assert_as_accurate(actual[part], plain[part], exact[part], BFLOAT16)
 
 
