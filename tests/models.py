@@ -71,8 +71,8 @@ def training_step(
     Args:
         detector, model: the model may be on any device; in float64 it runs in float64 throughout.
         autocast: dtype of an autocast around the forward pass.
-        choices: indices of every top-k in order. An empty list is filled with this run's, a full one is followed, so
-            that rounding does not make it another training.
+        choices: indices of every top-k and signs of every ReLU's input, in order. An empty list is filled with this
+            run's, a full one is followed, so that rounding does not make it another training.
 
     Returns:
         The total as "loss" and every part of it, and the gradient of every parameter that got one.
@@ -154,12 +154,19 @@ class _SameNumbers(TorchFunctionMode):
             return args[0].double()
         if func in (torch.topk, Tensor.topk):
             top = func(*args, **kwargs)
-            if self.followed is None:
-                self.choices.append(top.indices.clone())
-                return top
-            indices = next(self.followed).to(top.indices.device, copy=True)
+            indices = self._choose(top.indices)
             return type(top)((args[0].gather(kwargs.get("dim", -1), indices), indices))
+        if func in (torch.relu, torch.relu_, nn.functional.relu, Tensor.relu, Tensor.relu_):
+            in_place = func in (torch.relu_, Tensor.relu_) or True in args[1:] or kwargs.get("inplace", False)
+            return (Tensor.mul_ if in_place else torch.mul)(args[0], self._choose(args[0] > 0))
         return func(*args, **kwargs)
+
+    def _choose(self, own: Tensor) -> Tensor:
+        """The first run's choice in place of this run's own."""
+        if self.followed is None:
+            self.choices.append(own.clone())
+            return own
+        return next(self.followed).to(own.device, copy=True)
 
 
 @contextlib.contextmanager
