@@ -312,6 +312,16 @@ def test_what_is_asked_for_is_timed():
     assert linear == [(Case(name, "local", "bfloat16", "deformable_attention"), "ours") for name in LINEAR]
 
 
+def test_code_is_compiled_once():
+    rows = {preset: (Case(preset, "local", "bfloat16", "msda"), "ours") for preset in PRESETS}
+    assert run._code(*rows["encoder"]) == run._code(*rows["decoder"]) == run._code(*rows["host"])
+    assert len({run._code(*row) for row in rows.values()}) == 6
+    compiled = {run._code(rows[preset][0], "transformers_compiled") for preset in ("encoder", "decoder")}
+    assert len(compiled) == 2
+    uniform = rows["encoder"][0]._replace(distribution="uniform")
+    assert run._code(uniform, "ours") == run._code(*rows["encoder"])
+
+
 def test_providers_that_are_not_installed_are_left_out(monkeypatch):
     monkeypatch.setattr(peers, "_importable", lambda package: package == "transformers")
     rows, left_out = run.select(arguments(preset=["decoder"]))

@@ -120,6 +120,13 @@ def test_installed_console_script(installed, tmp_path):
     assert "mask2former" in run(installed / "deformops-models", "checkpoints", cwd=tmp_path)
 
 
+def test_installed_bench_draws_pictures(installed, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = ROOT / "benchmarks" / "results" / "operators-h200.csv"
+    run(installed / "deformops-models", "bench", "--plot-only", results, "--out", "pictures", cwd=tmp_path)
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"memory.png", "roofline.png", "speedup.png"}
+
+
 def test_installed_demo(installed, tmp_path):
     assert "3 of 3 detectors" in run(installed / "deformops-models", "demo", "--out", "pictures", cwd=tmp_path)
     assert len(list((tmp_path / "pictures").iterdir())) == 3

@@ -116,12 +116,12 @@ def device_time(function: Callable[[], object]) -> Quantiles:
     return quantiles([replay() for _ in range(repeats(replay() / 1e6))])
 
 
-def host_time(function: Callable[[], object], repeats: int = 200) -> Quantiles:
+def host_time(function: Callable[[], object], calls: int = 200) -> Quantiles:
     """Time in µs that a call keeps the Python thread; the device is idle at its start."""
     for _ in range(10):
         function()
     samples = []
-    for _ in range(repeats):
+    for _ in range(calls):
         torch.cuda.synchronize()
         start = time.perf_counter()
         function()

@@ -129,7 +129,7 @@ def _panels(count: int, found: Medians, shown: Sequence[Case]) -> tuple["Figure"
     from matplotlib.figure import Figure
 
     bars = len(_series(found, shown, "backward_us")) * len(shown)
-    figure = Figure(figsize=(min(16, max(7, 2 + 0.3 * bars)), 1 + 3.2 * count), layout="constrained")
+    figure = Figure(figsize=(min(16, max(8, 2 + 0.3 * bars)), 1 + 3.2 * count), layout="constrained")
     return figure, figure.subplots(count, 1, squeeze=False)[:, 0]
 
 

@@ -33,7 +33,8 @@ def machine(commit: str | None = None) -> dict[str, str]:
 
 def _head() -> str:
     root = Path(__file__).resolve().parents[2]
-    return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") if (root / "kernels").is_dir() else ""
+    checkout = (root / "checkpoints.toml").is_file()
+    return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") if checkout else ""
 
 
 def _output(*command: str) -> str:
