@@ -34,7 +34,7 @@ gpu:
 	$(RUN) -m pytest -m gpu $(PYTEST_FLAGS)
 	$(RUN) -m deformops_models.cli doctor --verify
 	$(RUN) benchmarks/train_step.py --out $(RESULTS)/train_step.csv
-	$(RUN) benchmarks/operators.py --out $(RESULTS)/operators.csv
+	$(RUN) -m deformops_models.cli bench --out $(RESULTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -44,7 +44,7 @@ wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) deformops-demo build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) deformops-demo deformops-bench build dist *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

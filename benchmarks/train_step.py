@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from record import Recorder, quantiles
 from torch import Tensor, nn
 
 import deformops_models as dm
+from deformops_models.bench.measure import quantiles
+from deformops_models.bench.record import Recorder, machine
 
 LABELS = 80
 
@@ -132,8 +133,10 @@ def measure(recorder: Recorder, name: str) -> bool:
         found[provider] = step(model, loss_of, autocast=True)
         dm.call_counts.clear()
         torch.cuda.reset_peak_memory_stats()
-        recorder.add(*timed(model, loss_of), **row, provider=provider, metric="step_ms", unit="ms")
+        times = timed(model, loss_of)
         peak = torch.cuda.max_memory_allocated() / 2**20
+        print(f"{name} {provider}: {times[0]:.1f} ms, {peak:,.0f} MiB", flush=True)
+        recorder.add(*times, **row, provider=provider, metric="step_ms", unit="ms")
         recorder.add(peak, **row, provider=provider, metric="peak_mib", unit="MiB")
     counts = dict(dm.call_counts)
     good = counts.get("msda_forward", 0) > 0 and counts.get("msda_backward", 0) > 0
@@ -152,10 +155,10 @@ def measure(recorder: Recorder, name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to append to")
-    parser.add_argument("--commit", help="recorded with each row; default: git's HEAD")
+    parser.add_argument("--commit", help="recorded with each row; default: the checkout's HEAD")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     args = parser.parse_args()
-    recorder = Recorder(args.out, args.commit)
+    recorder = Recorder(args.out, machine(args.commit))
     passed = [measure(recorder, name) for name in args.models]
     raise SystemExit(0 if all(passed) else 1)
 

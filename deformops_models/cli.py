@@ -68,6 +68,34 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", metavar="DIR", default="deformops-demo", help="for pictures (default: %(default)s)")
     command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     command.set_defaults(run=_demo)
+
+    command = commands.add_parser("bench", help="time the operators and what else is installed, on a GPU")
+    what = command.add_mutually_exclusive_group()
+    what.add_argument(
+        "--preset",
+        nargs="+",
+        metavar="NAME",
+        default=["all"],
+        help="encoder, decoder, m2f1024, rtdetr640, narrow, five_levels, eight_points, unequal, host (default: all)",
+    )
+    what.add_argument("--linear", action="store_true", help="instead: how cost grows with queries, points, channels")
+    what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
+    command.add_argument("--dtype", nargs="+", metavar="NAME", default=[], help=f"{', '.join(DTYPES)}, autocast")
+    command.add_argument("--distribution", nargs="+", metavar="NAME", default=[], help="of locations: local, uniform")
+    command.add_argument("--op", nargs="+", metavar="NAME", default=[], help="msda, deformable_attention")
+    command.add_argument(
+        "--provider",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="ours, ours_deterministic, bare_launch, transformers, transformers_compiled, deformops, "
+        "deformops_native, deformops_softmax, mmcv (default: what is installed)",
+    )
+    command.add_argument(
+        "--out", metavar="DIR", default="deformops-bench", help="for results.csv and pictures (default: %(default)s)"
+    )
+    command.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD, or the version)")
+    command.set_defaults(run=_bench)
     return parser
 
 
@@ -119,6 +147,12 @@ def _demo(args: argparse.Namespace) -> int:
     from deformops_models import demo
 
     return demo.run(args.out, args.device)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from deformops_models.bench import run
+
+    return run.run(args)
 
 
 def main(argv: list[str] | None = None) -> int:

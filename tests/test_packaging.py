@@ -15,7 +15,7 @@ import deformops_models
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ["transformers", "mmcv", "mmengine", "mmdet", "timm", "accelerate", "peft"]
-BLOCKED = [*FRAMEWORKS, "triton", "torchvision", "PIL", "tqdm", "rich", "safetensors", "huggingface_hub"]
+BLOCKED = [*FRAMEWORKS, "triton", "torchvision", "PIL", "tqdm", "rich", "matplotlib", "safetensors", "huggingface_hub"]
 
 
 def run(*command, cwd, expect=0, **env):
@@ -107,7 +107,7 @@ def test_wheel_from_the_sdist_is_the_wheel_from_the_checkout(tree, wheel, tmp_pa
     assert (unpacked / "tests" / "test_packaging.py").is_file()
 
 
-@pytest.mark.parametrize("code", ["deformops_models", "deformops_models.kernels", "deformops_models.patches"])
+@pytest.mark.parametrize("code", ["deformops_models" + folder for folder in ("", ".bench", ".kernels", ".patches")])
 def test_installed_wheel_is_imported_from_its_venv(installed, code, tmp_path):
     out = run(installed / "python", "-c", f"import {code} as m; print(*m.__path__, sep=chr(10))", cwd=tmp_path)
     assert [Path(line).is_relative_to(installed.parent) for line in out.splitlines()] == [True]
@@ -118,6 +118,13 @@ def test_installed_console_script(installed, tmp_path):
     assert deformops_models.__version__ in version
     assert "triton" in run(installed / "deformops-models", "doctor", cwd=tmp_path).lower()
     assert "mask2former" in run(installed / "deformops-models", "checkpoints", cwd=tmp_path)
+
+
+def test_installed_bench_draws_pictures(installed, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = ROOT / "benchmarks" / "results" / "operators-h200.csv"
+    run(installed / "deformops-models", "bench", "--plot-only", results, "--out", "pictures", cwd=tmp_path)
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"memory.png", "roofline.png", "speedup.png"}
 
 
 def test_installed_demo(installed, tmp_path):

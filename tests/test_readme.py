@@ -36,7 +36,7 @@ def test_the_twenty_lines_run(tmp_path, capsys):
 
 def test_the_commands_exist(capsys):
     commands = set(re.findall(r"deformops-models (\w+)", TEXT))
-    assert commands == {"checkpoints", "demo", "doctor", "predict"}
+    assert commands == {"bench", "checkpoints", "demo", "doctor", "predict"}
     for command in commands:
         with pytest.raises(SystemExit) as leave:
             cli.main([command, "--help"])

@@ -1,0 +1,173 @@
+"""Pictures of `deformable_attention` in bfloat16, from rows of a results file and nothing else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deformops_models.bench.presets import DISTRIBUTIONS, PRESETS, Case, Preset
+from deformops_models.bench.record import Row
+from deformops_models.bench.summary import Medians, cases, medians
+from deformops_models.console import UsageError, require, whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = {
+    "ours": "#1b7f5c",
+    "ours_deterministic": "#7cc4a4",
+    "deformops": "#c98a1b",
+    "deformops_native": "#e3b868",
+    "deformops_softmax": "#8c5f10",
+    "mmcv": "#4f6db3",
+    "transformers": "#8a8f98",
+    "transformers_compiled": "#4b4f57",
+}
+_DIRECTIONS = {"forward_us": "forward", "backward_us": "backward"}
+_BYTES = 2  # of a bfloat16
+_PLAIN = {"frameon": False, "fontsize": 9}
+#: µs on an H200 of kernels that do nothing else with the encoder's corner rows, uniform (docs/kernels.md).
+_FLOORS = {
+    "forward_us": (("reads each row once", 165, "--"),),
+    "backward_us": (("adds each row in bfloat16", 452, "--"), ("adds each row in float32", 750, ":")),
+}
+
+Heights = dict[Case, float]
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Writes speedup.png, memory.png and roofline.png into `folder`; later rows replace earlier ones.
+
+    Raises:
+        UsageError: matplotlib is missing, or the rows hold nothing to draw.
+    """
+    require("bench", "matplotlib")
+    fused = [
+        r for r in rows if r["op"] == "deformable_attention" and r["dtype"] == "bfloat16" and r["preset"] in PRESETS
+    ]
+    found = medians(fused)
+    shown = sorted(cases(found, "backward_us"), key=_position)
+    if not shown:
+        raise UsageError("no row times ours as deformable_attention in bfloat16")
+    gpu = fused[-1]["gpu"]
+    title = f"deformable_attention, bfloat16, {gpu}, torch {fused[-1]['torch']}"
+    pictures = {
+        "speedup": _speedup(found, shown),
+        "memory": _memory(found, shown),
+        "roofline": _roofline(found, shown, "H200" in gpu),
+    }
+    paths = []
+    for name, figure in pictures.items():
+        figure.suptitle(title, fontsize=11)
+        paths.append(folder / f"{name}.png")
+        with whole_file(paths[-1]) as temporary:
+            figure.savefig(temporary, dpi=120)
+    return paths
+
+
+def _position(case: Case) -> tuple[int, int]:
+    return list(PRESETS).index(case.preset), DISTRIBUTIONS.index(case.distribution)
+
+
+def _series(found: Medians, shown: Sequence[Case], metric: str) -> dict[str, Heights]:
+    """Medians by provider and case, for the providers that have any."""
+    by_provider = {p: {c: found[c, p, metric] for c in shown if (c, p, metric) in found} for p in _COLORS}
+    return {provider: heights for provider, heights in by_provider.items() if heights}
+
+
+def _speedup(found: Medians, shown: Sequence[Case]) -> "Figure":
+    figure, axes = _panels(2, found, shown)
+    for axis, (metric, direction) in zip(axes, _DIRECTIONS.items(), strict=True):
+        series = _series(found, shown, metric)
+        ours = series.pop("ours")
+        ratios = {name: {case: time / ours[case] for case, time in times.items()} for name, times in series.items()}
+        _logarithmic(axis)
+        axis.axhline(1, color=_COLORS["ours"], linewidth=1.5)
+        _bars(axis, shown, ratios, base=1)
+        axis.set_ylabel(f"{direction}: device time ÷ ours\n(above 1: ours is faster)", fontsize=9)
+    _legend(figure, axes[0])
+    return figure
+
+
+def _memory(found: Medians, shown: Sequence[Case]) -> "Figure":
+    figure, (axis,) = _panels(1, found, shown)
+    _logarithmic(axis)
+    _bars(axis, shown, _series(found, shown, "peak_mib"))
+    axis.set_ylabel("peak memory of forward + backward\nbeside the operands, MiB", fontsize=9)
+    _legend(figure, axis)
+    return figure
+
+
+def _roofline(found: Medians, shown: Sequence[Case], floors: bool) -> "Figure":
+    figure, axes = _panels(2, found, shown)
+    for axis, (metric, direction) in zip(axes, _DIRECTIONS.items(), strict=True):
+        lines = {}
+        rates = {
+            name: {case: _rate(case.work, time) for case, time in times.items()}
+            for name, times in _series(found, shown, metric).items()
+        }
+        _bars(axis, shown, rates)
+        for label, time, style in _FLOORS[metric] if floors else ():
+            limit = _rate(PRESETS["encoder"], time)
+            line = axis.axhline(limit, color="#b3261e", linestyle=style, linewidth=1.2, zorder=0)
+            lines[f"a bare kernel that {label}"] = line
+        if lines:
+            # Above the panel, where no bar is.
+            axis.legend(lines.values(), lines.keys(), loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **_PLAIN)
+        axis.set_ylabel(f"{direction}: bytes of the corner rows\nof all samples ÷ device time, TB/s", fontsize=9)
+    _legend(figure, axes[0])
+    return figure
+
+
+def _rate(work: Preset, time: float) -> float:
+    """TB/s at which the corner rows of all samples are taken in `time` µs."""
+    return work.corner_elements * _BYTES / time / 1e6
+
+
+def _panels(count: int, found: Medians, shown: Sequence[Case]) -> tuple["Figure", Sequence["Axes"]]:
+    """Axes one above the other, as wide as their bars need."""
+    from matplotlib.figure import Figure
+
+    bars = len(_series(found, shown, "backward_us")) * len(shown)
+    figure = Figure(figsize=(min(16, max(8, 2 + 0.3 * bars)), 1 + 3.2 * count), layout="constrained")
+    return figure, figure.subplots(count, 1, squeeze=False)[:, 0]
+
+
+def _logarithmic(axis: "Axes") -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _bars(axis: "Axes", shown: Sequence[Case], series: dict[str, Heights], base: float = 0) -> None:
+    """One group of bars per case, of the providers that it has, each with its number."""
+    width = 0.84 / max(len(series), 1)
+    for place, case in enumerate(shown):
+        present = [name for name, heights in series.items() if case in heights]
+        for i, name in enumerate(present):
+            x, height = place + (i - (len(present) - 1) / 2) * width, series[name][case]
+            bars = axis.bar(x, height - base, width * 0.92, bottom=base, color=_COLORS[name])
+            (label,) = axis.bar_label(
+                bars, [_number(height)], fontsize=8, padding=2, rotation=90 if len(series) > 4 else 0
+            )
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8})
+    labels = [c.preset if c.distribution == "local" else f"{c.preset}\n{c.distribution}" for c in shown]
+    axis.set_xticks(range(len(shown)), labels, fontsize=9)
+    axis.set_xlim(-0.6, len(shown) - 0.4)
+    axis.margins(y=0.2)
+    axis.spines[["top", "right"]].set_visible(False)
+    for name in series:
+        axis.bar(0, 0, bottom=base, color=_COLORS[name], label=name)
+
+
+def _number(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _legend(figure: "Figure", axis: "Axes") -> None:
+    """Below all panels, so that it covers no bar."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, **_PLAIN)

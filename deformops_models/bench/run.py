@@ -1,0 +1,191 @@
+"""The command: which cases and providers are timed, the loop over them, and what it writes."""
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deformops_models import console
+from deformops_models.backend import resolve
+from deformops_models.bench import measure, plot, record
+from deformops_models.bench.peers import PROVIDERS, by_default, refusal
+from deformops_models.bench.presets import DISTRIBUTIONS, LINEAR, OPS, PRESETS, Case, Problem
+from deformops_models.bench.summary import summary
+from deformops_models.console import UsageError
+
+#: Fewer than these compile as they come: starting a process takes as long as compiling a kernel.
+_WORTH_A_POOL = 8
+_MOST_PROCESSES = 16
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times what is asked for, writes `results.csv` and the pictures, and prints a summary.
+
+    Returns:
+        0, or 1 if an error of this package's own results exceeded its bound.
+
+    Raises:
+        UsageError: a name is unknown, nothing is left to time, or there is no GPU.
+    """
+    if args.plot_only:
+        for picture in plot.draw(record.read(Path(args.plot_only)), console.output_folder(args.out)):
+            print(picture)
+        return 0
+    rows, left_out = select(args)
+    _check_gpu()
+    for line in left_out:
+        print(f"left out: {line}")
+    recorder = record.Recorder(console.output_folder(args.out) / "results.csv", record.machine(args.commit))
+    compile_ahead(rows)
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
+        failures = time_all(rows, recorder)
+    report(recorder)
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
+
+
+def select(args: argparse.Namespace) -> tuple[list[tuple[Case, str]], list[str]]:
+    """The cases and providers to time, in order; and a line for each provider that is left out altogether."""
+    presets = LINEAR if args.linear else _named("--preset", args.preset, PRESETS | {"all": None})
+    presets = PRESETS if "all" in presets else presets
+    dtypes = dict.fromkeys(_named("--dtype", args.dtype, console.DTYPES | {"autocast": "autocast"}).values())
+    ops = _named("--op", args.op, dict.fromkeys(OPS)) or OPS[1 if args.linear else 0 :]
+    distributions = _named("--distribution", args.distribution, dict.fromkeys(DISTRIBUTIONS))
+    providers = _named("--provider", args.provider, PROVIDERS)
+    rows, reasons = [], {}
+    for name, preset in presets.items():
+        for dtype in dtypes or preset.dtypes:
+            both = preset.uniform and dtype == "bfloat16"
+            for distribution in distributions or DISTRIBUTIONS[: 2 if both else 1]:
+                for op, provider in itertools.product(ops, providers or PROVIDERS):
+                    case = Case(name, distribution, dtype, op)
+                    if not providers and not by_default(provider, case):
+                        continue
+                    if reason := refusal(provider, case):
+                        reasons.setdefault(provider, {})[reason] = None
+                    else:
+                        rows.append((case, provider))
+    timed = {provider for _, provider in rows}
+    left_out = [f"{provider}, {' or '.join(why)}" for provider, why in reasons.items() if provider not in timed]
+    if not rows:
+        raise UsageError(f"nothing is left to time: {'; '.join(left_out)}")
+    return rows, left_out
+
+
+def _named(option: str, names: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `known` that are named, in the order of `names`."""
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{option}: unknown {name!r}: use {', '.join(known)}")
+    return {name: known[name] for name in names}
+
+
+def _check_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "bench times kernels on an NVIDIA GPU and torch sees none here: run it where `deformops-models doctor` "
+            "lists one; --plot-only CSV draws pictures of existing results anywhere"
+        )
+    try:
+        resolve("cuda", torch.bfloat16)
+    except RuntimeError as error:
+        raise UsageError(str(error)) from None
+
+
+def compile_ahead(rows: Iterable[tuple[Case, str]]) -> None:
+    """Fills the compilers' caches from several processes, before anything is timed."""
+    wanted = {_code(*row): row for row in rows if PROVIDERS[row[1]].compiles}
+    processes = min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1)
+    if len(wanted) < _WORTH_A_POOL or processes < 2:
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    try:
+        for done, _ in enumerate(pool.map(_compile, wanted.values()), 1):
+            print(f"\rcompiling ahead {done}/{len(wanted)}", end="", flush=True)
+        print()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _code(case: Case, name: str) -> tuple:
+    """What compiled code depends on: sizes only where torch compiles it, locations never."""
+    work = case.work
+    sizes = case.preset if name == "transformers_compiled" else None
+    return name, case.op, case.dtype, work.points, work.heads, work.channels, work.coordinates, sizes
+
+
+def _compile(row: tuple[Case, str]) -> None:
+    case, name = row
+    provider = PROVIDERS[name]
+    # What fails here fails again when it is timed, and is reported there.
+    with contextlib.suppress(Exception), provider.mode():
+        problem = Problem.random(case.work, *case[1:])
+        function = provider.build(problem)
+        function(*problem.operands)
+        measure.differentiate(function, problem.leaves(), problem.grad)
+
+
+def time_all(rows: Sequence[tuple[Case, str]], recorder: record.Recorder, device: str = "cuda") -> list[str]:
+    """Records errors and times of every row and prints a line for each; returns the lines of the rows that failed."""
+    failures, number = [], itertools.count(1)
+    for case, group in itertools.groupby(rows, key=lambda row: row[0]):
+        problem = Problem.random(case.work, *case[1:], device)
+        truth = measure.exact(problem)
+        for _, name in group:
+            title = f"{' '.join(case)} {name}"
+            try:
+                passed, text = _time(problem, truth, case, name, recorder)
+            except Exception as error:
+                if PROVIDERS[name].gated and "does not have a deterministic implementation" not in str(error):
+                    raise
+                passed, text = True, f"skipped: {' '.join(str(error).split())[:200]}"
+            print(f"[{next(number)}/{len(rows)}] {title}: {text}", flush=True)
+            if not passed:
+                failures.append(f"{title}: {text}")
+            # Captured graphs leave their memory pools behind.
+            torch.cuda.empty_cache()
+    return failures
+
+
+def _time(
+    problem: Problem, truth: dict[str, Tensor], case: Case, name: str, recorder: record.Recorder
+) -> tuple[bool, str]:
+    """Records one row; returns whether it may be timed, and what to print."""
+    provider = PROVIDERS[name]
+    row = case._asdict() | {"provider": name}
+    with provider.mode():
+        function = provider.build(problem)
+        errors = measure.errors(function, problem, truth)
+        too_far = measure.beyond(errors, problem) if provider.gated else {}
+        measured = []
+        if not too_far:
+            measured = list(
+                measure.clocks(function, problem, host=case.preset == "host", differentiable=provider.differentiable)
+            )
+    for result, error in errors.items():
+        recorder.add(error, **row, metric=f"error_{result}", unit="1")
+    for metric, unit, quantiles in measured:
+        recorder.add(*quantiles, **row, metric=metric, unit=unit)
+    if too_far:
+        return False, "beyond its bound: " + ", ".join(f"error_{result} {e:.2g}" for result, e in too_far.items())
+    times = ", ".join(f"{metric.rpartition('_')[0]} {q[0]:,.4g} {unit}" for metric, unit, q in measured)
+    return True, f"{times}, error {max(errors.values()):.1e}"
+
+
+def report(recorder: record.Recorder) -> None:
+    """Prints the summary of this run and draws the pictures of its file."""
+    print(f"\n{summary(recorder.rows)}\n\n{recorder.path}")
+    try:
+        for picture in plot.draw(record.read(recorder.path), recorder.path.parent):
+            print(picture)
+    except UsageError as error:
+        print(f"no pictures: {error}")
