@@ -144,8 +144,9 @@ def _run(
         )
     shapes, starts = device_layout(shapes, starts, value.shape[1], value.device)
     return ops.msda(
-        value, shapes, starts, boxes, points, weights, counts, softmax, offset_scale, fp32_grad_accum is not False
-    )
+        value, shapes, starts, boxes, points, weights, counts, softmax, offset_scale, fp32_grad_accum is not False,
+        None if backend is None else str(chosen),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +176,13 @@ def _checked(
             raise ValueError(f"{name} is on {device} but value is on {value[2]}: move it there")
     # float64 anywhere asks for the plain path.
     double = any(dtype == torch.float64 for _, dtype, _ in operands.values())
-    return counts, resolve(value[2], torch.float64 if double else value[1], backend).backend
+    chosen = resolve(value[2], torch.float64 if double else value[1], backend).backend
+    if backend is not None and chosen is Backend.CUDA:
+        from deformops_models.kernels.msda_cuda import problem
+
+        if reason := problem(value[0], points[0][1], tuple(counts)):
+            raise RuntimeError(f"backend='cuda' cannot run: {reason}. Leave it out, or pass backend='triton'")
+    return counts, chosen
 
 
 def _count_points(name: str, shape: torch.Size, levels: int, num_points: tuple[int, ...] | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which implementation runs: the Triton kernels or plain PyTorch."""
+"""Which implementation runs: the kernels in CUDA C++, those in Triton, or plain PyTorch."""
 
 import importlib.util
 import os
@@ -22,6 +22,7 @@ _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Backend(str, Enum):
     """An implementation of the operators."""
 
+    CUDA = "cuda"
     TRITON = "triton"
     EAGER = "eager"
 
@@ -84,35 +85,74 @@ def _device_problem(device_type: str, index: int | None) -> str | None:
     return None
 
 
-def _kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+@cache
+def cuda_problem(index: int | None) -> str | None:
+    """Why the kernels in CUDA C++ cannot run on a CUDA device, or None."""
+    if platform.system() != "Linux" or torch.version.hip is not None:
+        return "the CUDA kernels run on Linux with NVIDIA GPUs"
+    if interpreting():
+        return "TRITON_INTERPRET=1 runs Triton's kernels in its interpreter"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        return f"compute capability {major}.{minor} is below the 8.0 of the CUDA kernels' instructions"
+    from deformops_models.kernels import _nvrtc
+
+    return _nvrtc.problem()
+
+
+def _problem(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _KERNEL_DTYPES:
         return f"{dtype} is not supported by the kernels: use float32, float16 or bfloat16"
     # A tracer cannot follow the questions to the operating system; a kernel that cannot run raises when it is called.
-    return None if torch.compiler.is_compiling() else _device_problem(device.type, device.index)
+    if torch.compiler.is_compiling():
+        return None
+    if backend is Backend.TRITON:
+        return _device_problem(device.type, device.index)
+    if device.type != "cuda":
+        return f"tensors are on {device.type}; the CUDA kernels need an NVIDIA GPU"
+    return cuda_problem(device.index)
 
 
 def resolve(device: torch.device | str, dtype: torch.dtype, backend: Backend | str | None = None) -> Resolution:
     """Says which backend runs for tensors of this device and dtype, and why the others do not.
 
-    With `backend=None`, CUDA tensors run Triton; CPU tensors and float64 run plain PyTorch.
+    With `backend=None`, CUDA tensors run the kernels in CUDA C++ from compute capability 8.0 on if NVRTC is installed,
+    else Triton's; CPU tensors and float64 run plain PyTorch. Shapes that the CUDA kernels do not take, such as heads of
+    24 channels, run Triton's.
 
     Raises:
-        RuntimeError: the demanded backend, or Triton on a CUDA tensor, cannot run. The text says why and what to do.
+        RuntimeError: the demanded backend, or every kernel on a CUDA tensor, cannot run. The text says why and what to
+            do.
         ValueError, TypeError: `backend` is unknown, `dtype` is no dtype.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: a torch.dtype is expected")
     device, demanded = torch.device(device), as_backend(backend)
-    problem = _kernel_problem(device, dtype)
     if demanded is Backend.EAGER:
-        return Resolution(Backend.EAGER, {Backend.TRITON: "backend='eager' was asked for"})
-    if demanded is Backend.TRITON:
-        if problem:
-            raise RuntimeError(f"backend='triton' cannot run: {problem}")
-        return Resolution(Backend.TRITON, {Backend.EAGER: "backend='triton' was asked for"})
+        return Resolution(demanded, _reasons(demanded, f"backend='{demanded}' was asked for"))
+    problems = {b: _problem(b, device, dtype) for b in (Backend.CUDA, Backend.TRITON)}
+    if demanded is not None:
+        if problems[demanded]:
+            raise RuntimeError(f"backend='{demanded}' cannot run: {problems[demanded]}")
+        return Resolution(demanded, _reasons(demanded, f"backend='{demanded}' was asked for"))
     if dtype == torch.float64 or device.type != "cuda":
-        reason = problem or "CPU tensors run the plain path unless backend='triton' is asked for"
-        return Resolution(Backend.EAGER, {Backend.TRITON: reason})
-    if problem:
-        raise RuntimeError(f"the Triton kernel cannot run: {problem}. Pass backend='eager' for plain PyTorch")
-    return Resolution(Backend.TRITON, {Backend.EAGER: "CUDA tensors run the kernels"})
+        plain = "CPU tensors run the plain path unless backend='triton' is asked for"
+        return Resolution(Backend.EAGER, {b: problem or plain for b, problem in problems.items()})
+    chosen = next((b for b, problem in problems.items() if not problem), None)
+    if chosen is None:
+        raise RuntimeError(
+            f"the Triton kernel cannot run: {problems[Backend.TRITON]}, nor the CUDA kernel: "
+            f"{problems[Backend.CUDA]}. Pass backend='eager' for plain PyTorch"
+        )
+    reasons = _reasons(chosen, "CUDA tensors run the kernels")
+    if chosen is Backend.CUDA:
+        reasons[Backend.TRITON] = problems[Backend.TRITON] or "it runs what the CUDA kernels do not take"
+    else:
+        reasons[Backend.CUDA] = problems[Backend.CUDA]
+    return Resolution(chosen, reasons)
+
+
+def _reasons(chosen: Backend, reason: str) -> dict[Backend, str]:
+    return {backend: reason for backend in Backend if backend is not chosen}

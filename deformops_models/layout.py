@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Sizes = Tensor | Sequence[Sequence[int]]
 Starts = Tensor | Sequence[int] | None
@@ -92,6 +93,55 @@ def device_layout(shapes: Sizes, starts: Starts, rows: int, device: torch.device
 # CUDA graphs keep reading these small tensors, so none is ever evicted.
 _layouts: dict[tuple, tuple[Tensor, Tensor | None]] = {}
 _tensors: dict[tuple, Tensor] = {}
+#: What lies at the address of each of `_tensors`.
+_numbers: dict[int, tuple] = {}
+
+
+def known_sizes(shapes: Tensor, starts: Tensor | None, rows: int) -> tuple[tuple[int, int], ...] | None:
+    """Sizes of device tensors whose numbers are known here, if the levels follow one another through all rows."""
+    sizes = _known(shapes)
+    if sizes is None:
+        return None
+    sizes = tuple(map(tuple, sizes))
+    first_rows = level_starts(sizes) if starts is None else _known(starts)
+    fits = first_rows is not None and list(first_rows) == level_starts(sizes) and min(map(min, sizes)) >= 0
+    return sizes if fits and sum(height * width for height, width in sizes) == rows else None
+
+
+def _known(tensor: Tensor) -> Sequence | None:
+    found = _numbers.get(tensor.data_ptr())
+    if found is not None or tensor not in _learned:
+        return found
+    version, numbers, copied = _learned[tensor]
+    if version != tensor._version:
+        return None
+    if copied is not None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        copied.synchronize()
+        numbers = numbers.tolist()
+        _learned[tensor] = version, numbers, None
+    return numbers
+
+
+# By tensor: its version when it was copied, the copy, and the event after which that is there.
+_learned = WeakTensorKeyDictionary()
+
+
+def learn(*tensors: Tensor | None) -> None:
+    """Begins to copy small device tensors here, without waiting; `known_sizes` looks at them later."""
+    for tensor in tensors:
+        if tensor is None or not tensor.is_cuda or tensor.data_ptr() in _numbers:
+            continue
+        if tensor in _learned and _learned[tensor][0] == tensor._version:
+            continue
+        if torch.cuda.is_current_stream_capturing():
+            return
+        with torch.cuda.device(tensor.device):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        _learned[tensor] = tensor._version, copy, copied
 
 
 def _to_device(shapes: Sizes, starts: Starts, rows: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -110,6 +160,7 @@ def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
             tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
         if type(tensor) is Tensor:
             _tensors[numbers, device] = tensor
+            _numbers[tensor.data_ptr()] = numbers
     return tensor
 
 

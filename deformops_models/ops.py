@@ -9,16 +9,16 @@ import warnings
 import torch
 from torch import Tensor
 
+from deformops_models import layout
 from deformops_models import reference as plain
-from deformops_models.backend import call_counts, interpreting
-from deformops_models.layout import level_starts
+from deformops_models.backend import Backend, call_counts, cuda_problem, interpreting
 
 _OPERANDS = "Tensor value, Tensor shapes, Tensor? starts, Tensor? reference, Tensor points, Tensor weights"
 _OPTIONS = "int[] num_points, bool softmax, float offset_scale"
 _LIBRARY = torch.library.Library("deformops_models", "DEF")
-_LIBRARY.define(f"msda_forward({_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum) -> Tensor")
+_LIBRARY.define(f"msda_forward({_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum, str? backend) -> Tensor")
 _LIBRARY.define(
-    f"msda_backward(Tensor grad, {_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum, "
+    f"msda_backward(Tensor grad, {_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum, str? backend, "
     "bool need_value, bool need_reference) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -26,25 +26,62 @@ msda_forward = torch.ops.deformops_models.msda_forward.default
 msda_backward = torch.ops.deformops_models.msda_backward.default
 
 
-def _forward(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale, fp32_grad_accum):
-    from deformops_models.kernels.msda_forward import msda_forward as kernel
+def _forward(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale, _, backend):
+    if _use_cuda(value, points, num_points, backend):
+        from deformops_models.kernels.msda_cuda import msda_forward as kernel
 
+        prepare = _aligned
+    else:
+        from deformops_models.kernels.msda_forward import msda_forward as kernel
+
+        prepare = _contiguous
     batch, _, heads, channels = value.shape
     output = value.new_empty((batch, points.shape[1], heads * channels))
-    operands = [t if t is None else t.contiguous() for t in (value, shapes, starts, reference, points, weights)]
+    operands = [prepare(t) for t in (value, shapes, starts, reference, points, weights)]
     kernel(output, *operands, num_points, softmax, offset_scale)
     call_counts["msda_forward"] += 1
     return output
 
 
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _aligned(t: Tensor | None) -> Tensor | None:
+    """Contiguous from a multiple of 16 bytes on and int64, as the CUDA kernels read."""
+    if t is None:
+        return None
+    t = t.long() if t.dtype == torch.int32 else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _use_cuda(value: Tensor, points: Tensor, num_points: list[int], backend: str | None) -> bool:
+    """Whether the CUDA kernels run: where they can, unless Triton's are asked for."""
+    if backend == Backend.TRITON or not value.is_cuda or cuda_problem(value.device.index) is not None:
+        return False
+    from deformops_models.kernels import msda_cuda
+
+    return msda_cuda.problem(value.shape, points.shape[1], tuple(num_points)) is None
+
+
 def _backward(
     grad, value, shapes, starts, reference, points, weights,
-    num_points, softmax, offset_scale, fp32_grad_accum, need_value, need_reference,
+    num_points, softmax, offset_scale, fp32_grad_accum, backend, need_value, need_reference,
 ):  # fmt: skip
-    from deformops_models.kernels.msda_backward import msda_backward as kernel
-
+    options = (num_points, softmax, offset_scale)
+    tensors = (grad, value, shapes, starts, reference, points, weights)
+    cuda = _use_cuda(value, points, num_points, backend)
+    tiling = _tiling(value, shapes, starts, points, num_points) if cuda and need_value else None
+    cuda = cuda and (tiling is not None or not need_value)
+    operands = [(_aligned if cuda else _contiguous)(t) for t in tensors]
     grad_value = grad_reference = None
-    if need_value:
+    if need_value and cuda:
+        from deformops_models.kernels.msda_cuda import msda_backward_value
+
+        # Its scratch memory is free again when the other gradients are made.
+        grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        msda_backward_value(operands, grad_value, tiling, *options)
+    elif need_value:
         _alert_not_deterministic()
         half = not fp32_grad_accum and _native_atomics(value)
         grad_value = torch.zeros(value.shape, dtype=value.dtype if half else torch.float32, device=value.device)
@@ -53,10 +90,15 @@ def _backward(
         grad_reference = torch.empty(rows, dtype=torch.float32, device=value.device)
     grad_points = torch.empty(points.shape, dtype=points.dtype, device=points.device)
     grad_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-    tensors = (grad, value, shapes, starts, reference, points, weights)
-    operands = [t if t is None else t.contiguous() for t in tensors]
-    gradients = (grad_value, grad_reference, grad_points, grad_weights)
-    kernel(operands, gradients, num_points, softmax, offset_scale)
+    gradients = (grad_reference, grad_points, grad_weights)
+    if cuda:
+        from deformops_models.kernels.msda_cuda import msda_backward_points
+
+        msda_backward_points(operands, gradients, *options)
+    else:
+        from deformops_models.kernels.msda_backward import msda_backward as kernel
+
+        kernel(operands, (grad_value, *gradients), *options)
     call_counts["msda_backward"] += 1
     none = value.new_empty(0)
     if need_reference:
@@ -68,6 +110,15 @@ def _backward(
         grad_points,
         grad_weights,
     )
+
+
+def _tiling(value: Tensor, shapes: Tensor, starts: Tensor | None, points: Tensor, num_points: list[int]):
+    """How the CUDA kernels cut the value's gradient into tiles, where the level sizes are known; else None."""
+    from deformops_models.kernels.msda_cuda import tiling
+
+    batch, rows, heads, channels = value.shape
+    sizes = layout.known_sizes(shapes, starts, rows)
+    return sizes and tiling(sizes, tuple(num_points), points.shape[1], batch * heads, channels)
 
 
 def _native_atomics(value: Tensor) -> bool:
@@ -91,7 +142,7 @@ def _alert_not_deterministic() -> None:
 
 def _plain(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale) -> Tensor:
     sizes = [tuple(row) for row in shapes.tolist()]
-    first_rows = level_starts(sizes) if starts is None else starts.tolist()
+    first_rows = layout.level_starts(sizes) if starts is None else starts.tolist()
     points, weights = points.flatten(3, -2), weights.flatten(3)
     return plain.msda(
         value, sizes, first_rows, reference, points, weights, num_points, softmax=softmax, offset_scale=offset_scale
@@ -99,13 +150,13 @@ def _plain(value, shapes, starts, reference, points, weights, num_points, softma
 
 
 def _forward_cpu(*arguments):
-    return _forward(*arguments) if interpreting() else _plain(*arguments[:-1])
+    return _forward(*arguments) if interpreting() else _plain(*arguments[:-2])
 
 
 def _backward_cpu(*arguments):
     if interpreting():
         return _backward(*arguments)
-    grad, value, shapes, starts, reference, points, weights, *options, _, need_value, need_reference = arguments
+    grad, value, shapes, starts, reference, points, weights, *options, _, _, need_value, need_reference = arguments
 
     def run(value, points, weights, reference=reference):
         return _plain(value, shapes, starts, reference, points, weights, *options)
@@ -156,7 +207,7 @@ def _differentiate(ctx, grad):
     grad_value, grad_reference, grad_points, grad_weights = gradients
     grad_value = grad_value if need_value else None
     grad_reference = grad_reference if need_reference else None
-    return grad_value, None, None, grad_reference, grad_points, grad_weights, None, None, None, None
+    return grad_value, None, None, grad_reference, grad_points, grad_weights, None, None, None, None, None
 
 
 def _refuse(ctx, *grads):
@@ -172,6 +223,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
+        layout.learn(*arguments[1:3])
         with torch._C._AutoDispatchBelowAutograd():
             output = msda_forward(*arguments)
         _save(ctx, arguments, output)

@@ -277,7 +277,7 @@ def _will_run(module: nn.Module) -> str:
         backend = resolve(parameter.device, dtype, module.deformops_backend).backend
     except RuntimeError as error:
         return f"error: {error}"
-    return f"triton ({where})" if backend is Backend.TRITON else f"upstream's own forward ({where})"
+    return f"upstream's own forward ({where})" if backend is Backend.EAGER else f"{backend} ({where})"
 
 
 def family_of(cls: type) -> Family | None:

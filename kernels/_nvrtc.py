@@ -1,4 +1,4 @@
-"""CUDA C++ compiled while the program runs, by the NVRTC that torch's CUDA wheels bring: no toolkit, no host compiler."""
+"""CUDA C++ compiled at run time, by the NVRTC that torch's CUDA wheels bring: no toolkit, no host compiler."""
 
 import ctypes
 import struct
@@ -54,7 +54,9 @@ def compile_source(source: str, architecture: str, options: Sequence[str] = ()) 
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(arguments), flags)
         if failed:
-            raise RuntimeError(f"NVRTC cannot compile the kernels:\n{_read(nvrtc, 'ProgramLog', program).decode()}")
+            raise RuntimeError(
+                f"NVRTC cannot compile the kernels:\n{_read(nvrtc, 'ProgramLog', program).decode().rstrip(chr(0))}"
+            )
         return _read(nvrtc, "CUBIN", program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
@@ -105,7 +107,8 @@ class Kernel:
     """Called as kernel(grid, threads, arguments): pointers as numbers, 0 for none."""
 
     def __init__(self, name: str, function: ctypes.c_void_p, layout: struct.Struct, shared_bytes: int, device: int):
-        self.name, self._function, self._layout, self._shared, self._device = name, function, layout, shared_bytes, device
+        self.name, self._function, self._layout = name, function, layout
+        self._shared, self._device = shared_bytes, device
         self._size = ctypes.c_size_t(layout.size)
         self._launch = _driver().cuLaunchKernel
 

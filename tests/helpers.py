@@ -135,12 +135,12 @@ class Problem:
         grads = torch.autograd.grad(output, list(leaves.values()), self.grad.to(output))
         return {"output": output, **{f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
-    def check(self, dtypes, device: str, **options) -> dict[str, Tensor]:
+    def check(self, dtypes, device: str, backend: str = "triton", **options) -> dict[str, Tensor]:
         """Runs the kernels on `device` into poisoned memory and asserts every result's dtype and error budget."""
         exact = self.run("eager", **options)
         plain = self.run("eager", dtypes, **options)
         with poisoned():
-            actual = self.run("triton", dtypes, device, **options)
+            actual = self.run(backend, dtypes, device, **options)
         for name, result in actual.items():
             operand = name.removeprefix("grad_") if name != "output" else "value"
             expected = dtypes[operand] if isinstance(dtypes, dict) else dtypes

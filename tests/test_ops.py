@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def arguments(device, dtype=torch.float32, coordinates=2, softmax=True, contiguous=True, starts=False, need_grad=True):
+def arguments(
+    device, dtype=torch.float32, coordinates=2, softmax=True, contiguous=True, starts=False, need_grad=True,
+    backend=None,
+):  # fmt: skip
     """Positional arguments of `ops.msda_forward`."""
     problem = Problem.random(batch=2, queries=3, heads=2, num_points=(2, 1), coordinates=coordinates, dtypes=(dtype,))
     tensors = [None if t is None else t.to(device, dtype) for t in _operands(problem)]
@@ -32,7 +35,7 @@ def arguments(device, dtype=torch.float32, coordinates=2, softmax=True, contiguo
     value, *rest = [None if t is None else t.requires_grad_(need_grad) for t in tensors]
     sizes = torch.tensor(problem.sizes, device=device)
     starts = torch.tensor([0, 45], device=device) if starts else None
-    return (value, sizes, starts, *rest, problem.num_points, softmax, 0.5, True)
+    return (value, sizes, starts, *rest, problem.num_points, softmax, 0.5, True, backend)
 
 
 def _operands(problem):
@@ -560,7 +563,8 @@ def test_resolve_says_what_runs_and_why_not_the_other():
     for dtype, backend in itertools.product(DTYPES, (None, "eager")):
         assert dm.resolve("cpu", dtype, backend).backend is eager
     assert "plain path unless" in dm.resolve("cpu", torch.float32).reasons[triton]
-    assert dm.resolve("cpu", torch.float32, "eager").reasons == {triton: "backend='eager' was asked for"}
+    asked = "backend='eager' was asked for"
+    assert dm.resolve("cpu", torch.float32, "eager").reasons == {triton: asked, dm.Backend.CUDA: asked}
     assert "torch.float64 is not supported" in dm.resolve("cuda", torch.float64).reasons[triton]
     assert dm.msda.resolve is dm.deformable_attention.resolve is dm.resolve
     with pytest.raises(ValueError, match="backend='fast' is not known"):

@@ -127,8 +127,8 @@ __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, 
 // `splits` warps share the samples of a tile. Where they fill several blocks, the last block to arrive adds up the
 // `partials` of all, in their order. Grid: tiles of all levels, pairs of batch and head.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS, RESIDENT_WARPS / GATHER_WARPS)
-msda_gather(const VALUE *grad, Grids grids, int keys, int chunks, const int *places, const Record *sorted,
-            float *partials, int *arrived, int shared_tiles, VALUE *grad_value, int first_pair, int S, int Q) {
+msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places, const Record *sorted,
+            float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair, int S, int Q) {
     __shared__ Record samples[GATHER_WARPS][32];
     __shared__ float sums[GATHER_WARPS][32][D + 4];
     __shared__ bool last;
@@ -170,8 +170,8 @@ msda_gather(const VALUE *grad, Grids grids, int keys, int chunks, const int *pla
         for (int j = 0; j < OWN; j++) sums[warp][line * TILE_X + g][t * OWN + j] = channel_of(sum, line, j);
     __syncthreads();
     // The warps of a tile share its lines.
-    int slot = blockIdx.y * shared_tiles + grid.first_shared + tile, first_warp = warp / sharing * sharing;
-    float *partial = partials + (long long)slot * MOST_BLOCKS * 32 * D + g * D + t * OWN;
+    int slot = blockIdx.y * all_partials + grid.first_partial + tile * blocks, first_warp = warp / sharing * sharing;
+    float *partial = partials + (long long)slot * 32 * D + g * D + t * OWN;
     for (int line = warp % sharing; line < TILE_Y; line += sharing) {
         float out[OWN] = {};
         for (int w = 0; w < sharing; w++)

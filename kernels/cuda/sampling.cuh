@@ -129,7 +129,7 @@ __device__ __forceinline__ float exponential(float x) { return sizeof(VALUE) == 
 
 // The samples of one query and head, spread over its LANES threads: point `slot * LANES + lane` is a thread's own.
 constexpr int SLOTS = (P + LANES - 1) / LANES;
-constexpr int FULL = 0xffffffff;
+constexpr u32 FULL = 0xffffffff;
 
 struct Samples {
     int corner[SLOTS];  // row of the upper left pixel · 16 + bits of the corners that exist: ul, ur, bl, br

@@ -6,12 +6,11 @@
 // list: its own, and those of the left, upper and upper left tile that reach into it. A key is tile · KINDS + kind.
 
 constexpr int WARPS = THREADS / 32;
-constexpr int TILE_X = 8, TILE_Y = 4;
 constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3, KINDS = 4;
 
-// A level's pixels and tiles, its first key, and for the gather: its first block, how many warps share a tile, and the
-// first of its tiles that several blocks share.
-struct Grid { int height, width, start, tiles_x, tiles, first_key, first_block, splits, first_shared; };
+// A level's pixels and tiles, its first key, and for the gather: its first block, how many warps share a tile, and where
+// the sums of blocks that share one begin.
+struct Grid { int height, width, start, tiles_x, tiles, first_key, first_block, splits, first_partial; };
 struct Grids { Grid at[L]; };
 
 // What the gather needs of a sample; `row` counts queries over the batch.
@@ -34,7 +33,7 @@ __device__ __forceinline__ int count_points(int level) {
 // Key of a sample, or -1 if it reads nothing.
 __device__ __forceinline__ int key_at(const float *pixel, const Grid &grid) {
     Location at = locate(pixel[0], pixel[1], grid.height, grid.width);
-    if (at.x < -1) return -1;
+    if (at.x < -1 || grid.tiles == 0) return -1;
     int left = max(at.x, 0), up = max(at.y, 0);
     bool right = at.x >= 0 && left % TILE_X == TILE_X - 1 && left + 1 < grid.width;
     bool down = at.y >= 0 && up % TILE_Y == TILE_Y - 1 && up + 1 < grid.height;
@@ -69,7 +68,7 @@ __device__ __forceinline__ void sum_before(int *x, int count, int first) {
 // of queries and points. Grid: chunks of queries, levels, batch · heads. A level has one key more than it needs, whose
 // place will be the end of its last. A lone chunk writes the keys' places in the list of its pair at once.
 extern "C" __global__ void __launch_bounds__(THREADS)
-msda_count(const REFERENCE *reference, const POINT *points, Grids grids, int keys, int *counts, u16 *ranks, int chunk,
+msda_count(const REFERENCE *reference, const POINT *points, const __grid_constant__ Grids grids, int keys, int *counts, u16 *ranks, int chunk,
            int Q, float offset_scale) {
     extern __shared__ int shared[];
     int chunks = gridDim.x, level = blockIdx.y, pair = blockIdx.z, b = pair / M, h = pair % M;
@@ -138,15 +137,15 @@ __device__ __forceinline__ int list_of(const int *places, int keys, int chunks, 
 // Writes the samples of `gridDim.y` pairs of batch and head, from `first_pair` on, at their places. Rows are read as
 // they lie in memory; a warp then takes one point of 32 queries, whose places are often neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS)
-msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, Grids grids, int keys, int chunks,
-          int chunk, const int *places, const u16 *ranks, Record *sorted, int *arrived, int shared_tiles, int first_pair,
+msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, const __grid_constant__ Grids grids, int keys, int chunks,
+          int chunk, const int *places, const u16 *ranks, Record *sorted, int *arrived, int all_partials, int first_pair,
           int Q, float offset_scale) {
     __shared__ Pair<POINT> point_of[SORT_QUERIES][P + 1];
     __shared__ float weight_of[SORT_QUERIES][P + 1], largest_of[SORT_QUERIES], scale_of[SORT_QUERIES];
     int pair = first_pair + blockIdx.y, b = pair / M, h = pair % M;
     int first = blockIdx.x * SORT_QUERIES, queries = min(SORT_QUERIES, Q - first);
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < shared_tiles; i += gridDim.x * THREADS)
-        arrived[blockIdx.y * shared_tiles + i] = 0;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < all_partials; i += gridDim.x * THREADS)
+        arrived[blockIdx.y * all_partials + i] = 0;
     for (int i = threadIdx.x; i < queries * P; i += THREADS) {
         long long at = (((long long)b * Q + first + i / P) * M + h) * P + i % P;
         weight_of[i / P][i % P] = to_float(weights[at]);

@@ -1,0 +1,279 @@
+"""The operators in CUDA C++, compiled by NVRTC: a forward, and a backward whose sums have a fixed order.
+
+The kernels lie in cuda/: `forward.cu`; `points.cu` for the gradients of points, weights and reference; `sort.cu` and
+`gather.cu` for the value's.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deformops_models.kernels._nvrtc import Kernel, Module
+
+_FOLDER = Path(__file__).parent / "cuda"
+_FILES = ("sampling.cuh", "forward.cu", "points.cu", "sort.cu", "gather.cu")
+_TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+#: Threads of a block, in the kernels of rows and in all others.
+ROW_THREADS, THREADS = 128, 256
+#: Queries of a block of the count, and samples that a thread takes at a time.
+CHUNK, BATCH = 1024, 4
+#: Pixels of a tile of the value's gradient, and kinds of samples in it.
+TILE_X, TILE_Y, KINDS = 8, 4, 4
+#: Samples that a warp of the gather takes, and how many blocks a tile may fill.
+WARP_SAMPLES, MOST_BLOCKS = 192, 8
+#: Sorted samples at a time: they stay in the L2 cache from their writing to their reading.
+RECORD_BYTES, RECORD = 24 << 20, 16
+
+MAX_POINTS = 64  # all are unrolled
+MAX_SHARED = 160 << 10  # bytes of a block, which GPUs from SM 8.0 on have
+MAX_INDEX = 2**31 - 1
+
+
+class Problem(NamedTuple):
+    """What the kernels are compiled for."""
+
+    value: torch.dtype
+    points: torch.dtype
+    weights: torch.dtype
+    reference: torch.dtype
+    channels: int
+    heads: int
+    num_points: tuple[int, ...]
+    coordinates: int
+    reference_levels: int
+    softmax: bool
+
+
+@lru_cache(maxsize=4096)
+def problem(shape: torch.Size, queries: int, num_points: tuple[int, ...]) -> str | None:
+    """Why these kernels cannot take a value (B, S, M, D), or None."""
+    batch, rows, heads, channels = shape
+    if channels not in (16, 32, 64, 128):
+        return f"a head has {channels} channels, the CUDA kernels take 16, 32, 64 and 128"
+    if sum(num_points) > MAX_POINTS:
+        return f"a query has {sum(num_points)} points in a head, the CUDA kernels take up to {MAX_POINTS}"
+    if 0 in (batch, rows, heads, queries):
+        return "there is nothing to compute"
+    if rows >= 2**27 or batch * heads >= 2**16 or batch * queries * heads * sum(num_points) > MAX_INDEX:
+        return "the problem is too large for the CUDA kernels"
+    return None
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return "{" + ", ".join(map(str, numbers)) + "}"
+
+
+def _sort_queries(num_points: tuple[int, ...]) -> int:
+    """Queries of a block of the sort: as many as its shared memory has room for, in whole warps."""
+    return 64 if sum(num_points) <= 32 else 32
+
+
+def source(problem: Problem) -> str:
+    """All kernels' text for one problem."""
+    constants = {
+        "VALUE": _TYPES[problem.value],
+        "POINT": _TYPES[problem.points],
+        "WEIGHT": _TYPES[problem.weights],
+        "REFERENCE": _TYPES[problem.reference],
+        "D": problem.channels,
+        "M": problem.heads,
+        "L": len(problem.num_points),
+        "P": sum(problem.num_points),
+        "NUM_POINTS": _list(problem.num_points),
+        "C": problem.coordinates,
+        "REF_LEVELS": problem.reference_levels,
+        "SOFTMAX": int(problem.softmax),
+        "THREADS": THREADS,
+        "ROW_THREADS": ROW_THREADS,
+        "SORT_QUERIES": _sort_queries(problem.num_points),
+        "BATCH": BATCH,
+        "TILE_X": TILE_X,
+        "TILE_Y": TILE_Y,
+        "INFINITY": "__int_as_float(0x7f800000)",
+        "NAN": "__int_as_float(0x7fffffff)",
+    }
+    text = "".join(f"#define {name} {constant}\n" for name, constant in constants.items())
+    return text + "".join((_FOLDER / name).read_text() for name in _FILES)
+
+
+@lru_cache(maxsize=256)
+def _module(problem: Problem, device: int) -> Module:
+    return Module(source(problem), device)
+
+
+@lru_cache(maxsize=1024)
+def _kernel(problem: Problem, device: int, name: str, layout: str, shared_bytes: int = 0) -> Kernel:
+    return _module(problem, device).kernel(name, layout, shared_bytes)
+
+
+def _problem(value: Tensor, reference: Tensor | None, points: Tensor, weights: Tensor, num_points, softmax) -> Problem:
+    boxes = (points.dtype, 0, 1) if reference is None else (reference.dtype, reference.shape[3], reference.shape[2])
+    dtype, coordinates, levels = boxes
+    return Problem(
+        value.dtype, points.dtype, weights.dtype, dtype, value.shape[3], value.shape[2], tuple(num_points),
+        coordinates, levels, softmax,
+    )  # fmt: skip
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a device current, if it is not."""
+    return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def _pointers(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _row_blocks(value: Tensor, queries: int) -> tuple[int, int, int]:
+    """Grid of the kernels in which a query and head has a thread for every 16 bytes of its channels."""
+    batch, _, heads, channels = value.shape
+    rows = ROW_THREADS * 16 // (channels * value.element_size())
+    return batch * -(-queries // rows) * heads, 1, 1
+
+
+def msda_forward(output, value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale) -> None:
+    """Writes the output (B, Q, M·D). Operands are contiguous and begin at a multiple of 16 bytes."""
+    problem = _problem(value, reference, points, weights, num_points, softmax)
+    queries = points.shape[1]
+    tensors = _pointers(output, value, shapes, starts, reference, points, weights)
+    with _current(value.device):
+        kernel = _kernel(problem, value.device.index, "msda_forward", "7P2if")
+        kernel(_row_blocks(value, queries), ROW_THREADS, *tensors, value.shape[1], queries, offset_scale)
+
+
+def msda_backward_points(operands, gradients, num_points, softmax, offset_scale) -> None:
+    """Writes the gradients of the points, the weights and, unless it is None, the reference.
+
+    Args:
+        operands, gradients: as for the Triton kernel, without the value's gradient.
+        num_points, softmax, offset_scale: as in `deformops_models.reference.msda`.
+    """
+    _, value, _, _, reference, points, weights = operands
+    problem = _problem(value, reference, points, weights, num_points, softmax)
+    queries = points.shape[1]
+    tensors = _pointers(*operands, *gradients)
+    with _current(value.device):
+        kernel = _kernel(problem, value.device.index, "msda_backward_points", "10P2if")
+        kernel(_row_blocks(value, queries), ROW_THREADS, *tensors, value.shape[1], queries, offset_scale)
+
+
+class Tiling(NamedTuple):
+    """How the value's gradient is cut into tiles.
+
+    Args:
+        keys: of all levels: kinds of samples in all tiles, and one more per level.
+        level_keys: of the level that has most.
+        blocks: of the gather, per pair of batch and head.
+        partials: sums of blocks that share a tile, per pair.
+        chunks, chunk: blocks of the count, and the queries of each.
+        shared_bytes: memory of a block of the count.
+        warps: of a block of the gather.
+        grids: `Grids` of sort.cu.
+    """
+
+    keys: int
+    level_keys: int
+    blocks: int
+    partials: int
+    chunks: int
+    chunk: int
+    shared_bytes: int
+    warps: int
+    grids: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def tiling(
+    sizes: tuple[tuple[int, int], ...], num_points: tuple[int, ...], queries: int, pairs: int, channels: int
+) -> Tiling | None:
+    """The tiles of levels (H, W) that follow one another, or None where the sort has no room for them.
+
+    Args:
+        sizes, num_points, queries, channels: H, W and K of each level, Q, D.
+        pairs: batch · heads.
+    """
+    warps = 8 if channels <= 32 else 256 // channels
+    keys = blocks = partials = start = 0
+    levels = []
+    for (height, width), count in zip(sizes, num_points, strict=True):
+        tiles_x = -(-width // TILE_X)
+        tiles = tiles_x * -(-height // TILE_Y)
+        # A tile's samples are 1.4 times as many as begin in it.
+        wanted = min(1.4 * queries * count / max(1, tiles) / WARP_SAMPLES, warps * MOST_BLOCKS)
+        splits = 1 << max(0, math.ceil(math.log2(max(1, wanted))))
+        levels.append([height, width, start, tiles_x, tiles, keys, 0, splits, partials])
+        partials += tiles * splits // warps if splits > warps else 0
+        keys += tiles * KINDS + 1
+        start += height * width
+    # Small levels have the longest lists: they come first.
+    for level in reversed(levels):
+        level[6] = blocks
+        blocks += -(-level[4] * level[7] // warps)
+    level_keys = max(level[4] for level in levels) * KINDS + 1
+    chunks = -(-queries // CHUNK)
+    chunk = -(-queries // chunks)
+    shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
+    if shared > MAX_SHARED or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
+        return None
+    grids = tuple(itertools.chain(*levels))
+    return Tiling(keys, level_keys, blocks, partials, chunks, chunk, shared, warps, grids)
+
+
+def msda_backward_value(operands, grad_value, tiling: Tiling, num_points, softmax, offset_scale) -> None:
+    """Writes every row of the value's gradient.
+
+    Args:
+        operands, num_points, softmax, offset_scale: as for `msda_backward_points`.
+        grad_value: (B, S, M, D) in value's dtype.
+        tiling: of levels that follow one another through all S rows.
+    """
+    with _current(grad_value.device):
+        _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_scale)
+
+
+def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_scale) -> None:
+    grad, value, _, _, reference, points, weights = operands
+    problem = _problem(value, reference, points, weights, num_points, softmax)
+    device, queries = value.device, points.shape[1]
+    pairs, per_pair = value.shape[0] * problem.heads, queries * sum(num_points)
+    keys, chunks, chunk, all_partials = tiling.keys, tiling.chunks, tiling.chunk, tiling.partials
+    grids = f"{len(tiling.grids)}i"
+    count = _kernel(problem, device.index, "msda_count", f"2P{grids}i2P2if", tiling.shared_bytes)
+    sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}3i4P3if")
+    gather = _kernel(problem, device.index, "msda_gather", f"P{grids}2i4PiP3i")
+
+    places = torch.empty(pairs * keys * chunks + 1, dtype=torch.int32, device=device)
+    ranks = torch.empty(pairs * per_pair, dtype=torch.int16, device=device)
+    at_once = -(-pairs // -(-pairs // max(1, RECORD_BYTES // (RECORD * per_pair))))
+    records = torch.empty(at_once * per_pair * RECORD, dtype=torch.uint8, device=device)
+    partials = torch.empty(
+        at_once * all_partials * TILE_X * TILE_Y * problem.channels, dtype=torch.float32, device=device
+    )
+    arrived = torch.empty(at_once * all_partials, dtype=torch.int32, device=device)
+    inputs = _pointers(reference, points, weights)
+    place, rank, record, partial, arrival, result = _pointers(places, ranks, records, partials, arrived, grad_value)
+
+    levels = len(num_points)
+    blocks = (chunks, levels, pairs)
+    count(blocks, THREADS, *inputs[:2], *tiling.grids, keys, place, rank, chunk, queries, offset_scale)
+    if chunks > 1:
+        torch.cumsum(places, 0, dtype=torch.int32, out=places)
+    sort_blocks = -(-queries // _sort_queries(problem.num_points))
+    for first in range(0, pairs, at_once):
+        some = min(at_once, pairs - first)
+        sort(
+            (sort_blocks, some, 1), THREADS, *inputs, *tiling.grids, keys, chunks, chunk, place, rank, record, arrival,
+            all_partials, first, queries, offset_scale,
+        )  # fmt: skip
+        gather(
+            (tiling.blocks, some, 1), 32 * tiling.warps, grad.data_ptr(), *tiling.grids, keys, chunks, place, record,
+            partial, arrival, all_partials, result, first, value.shape[1], queries,
+        )  # fmt: skip
