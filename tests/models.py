@@ -134,8 +134,8 @@ class _SameNumbers(TorchFunctionMode):
     def __init__(self, double: bool, choices: list[Tensor] | None):
         super().__init__()
         self.double = double
-        self.choices = [] if choices is None else choices
-        self.followed = iter(list(self.choices)) if self.choices else None
+        self.choices = choices
+        self.followed = iter(list(choices)) if choices else None
         self.generator = torch.Generator().manual_seed(11)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -152,6 +152,8 @@ class _SameNumbers(TorchFunctionMode):
             return torch.randint(low, high, args[0].shape, generator=self.generator).to(**target)
         if func is Tensor.float and self.double:
             return args[0].double()
+        if self.choices is None:
+            return func(*args, **kwargs)
         if func in (torch.topk, Tensor.topk):
             top = func(*args, **kwargs)
             indices = self._choose(top.indices)

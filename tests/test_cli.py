@@ -146,8 +146,10 @@ def test_verify(run, monkeypatch):
     monkeypatch.setattr(doctor, "_QUERIES", 6)
     code, out, _ = run("doctor", "--verify")
     assert code == 0
-    assert "20 of 20 cases are within their bounds" in out
-    assert out.count("  ok  ") == 20
+    # Four operators, five mixes of dtypes; two kernels on each GPU, or the plain path.
+    cases = 20 * (2 * torch.cuda.device_count() or 1)
+    assert f"{cases} of {cases} cases are within their bounds" in out
+    assert out.count("  ok  ") == cases
     assert ("there is no GPU" in out) == (not torch.cuda.is_available())
 
 
@@ -168,8 +170,9 @@ def test_verify_finds_a_broken_operator(run, monkeypatch, broken):
     monkeypatch.setattr(doctor, "msda", bad)
     code, out, _ = run("doctor", "--verify")
     assert code == 1
-    assert "2 of 4 cases are within their bounds" in out
-    assert [line.split()[1] for line in out.splitlines() if "FAILED" in line] == ["msda", "msda"]
+    targets = 2 * torch.cuda.device_count() or 1
+    assert f"{2 * targets} of {4 * targets} cases are within their bounds" in out
+    assert [line.split()[2] for line in out.splitlines() if "FAILED" in line] == ["msda", "msda"] * targets
     assert ("no kernel for you" in out) == (broken == "raises")
 
 

@@ -85,7 +85,7 @@ def test_the_operators_run_on_a_cpu_without_the_interpreter():
             output = ops.msda_forward(*forward)
             wanted = [t for t in (forward[0], *forward[3:6]) if t is not None]
             grads = torch.autograd.grad(output, wanted, torch.ones_like(output))
-            plain = ops._plain(*forward[:-1])
+            plain = ops._plain(*forward[:-2])
             expected = torch.autograd.grad(plain, wanted, torch.ones_like(output))
             torch.testing.assert_close(output, plain)
             torch.testing.assert_close(grads, expected)
@@ -307,7 +307,7 @@ def test_layer_starts_on_one_ray_per_head_with_uniform_attention():
         ({"dim": 30, "num_heads": 4}, "dim=30 is not a multiple of num_heads=4"),
         ({"dim": 32, "num_points": 0}, "num_points=0 must be positive"),
         ({"dim": 32, "num_levels": 3, "num_points": (4, 4)}, r"num_points=\(4, 4\) must be positive, one count or 3"),
-        ({"dim": 32, "backend": "cuda"}, "backend='cuda' is not known: use None, 'triton', 'eager'"),
+        ({"dim": 32, "backend": "fast"}, "backend='fast' is not known: use None, 'cuda', 'triton', 'eager'"),
     ],
 )
 def test_layer_errors(options, text):
@@ -341,7 +341,7 @@ def _fused(**changes):
 FLAT = torch.rand(2, 3, 2, 8, 2)
 ERRORS = [
     (_msda, {"method": "soft"}, ValueError, "method='soft' is not known: use 'linear' or 'softmax'"),
-    (_msda, {"backend": "cuda"}, ValueError, "backend='cuda' is not known: use None, 'triton', 'eager'"),
+    (_msda, {"backend": "fast"}, ValueError, "backend='fast' is not known: use None, 'cuda', 'triton', 'eager'"),
     (
         _msda,
         {"value": torch.randn(2, 57, 32)},
@@ -606,8 +606,8 @@ def test_resolve_outside_the_interpreter():
         "CUDA tensors run the kernels",
         "backend='triton' cannot run: tensors are on cpu; the kernels need CUDA",
         "backend='triton' cannot run: tensors are on mps; the kernels need CUDA",
-        "the Triton kernel cannot run: no C compiler found, which Triton needs at first launch: install gcc or set CC. "
-        "Pass backend='eager' for plain PyTorch",
+        "the Triton kernel cannot run: no C compiler found, which Triton needs at first launch: install gcc or set CC, "
+        "nor the CUDA kernel: torch sees no GPU. Pass backend='eager' for plain PyTorch",
     ], run.stderr[-2000:]
 
 

@@ -94,6 +94,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     expected |= {f"deformops_models/assets/{path.name}" for path in (ours / "assets").iterdir() if path.is_file()}
     for folder in ("kernels", "patches"):
         expected |= {f"deformops_models/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+    expected |= {f"deformops_models/kernels/cuda/{path.name}" for path in (ROOT / "kernels/cuda").glob("*.cu*")}
     metadata = f"deformops_models-{deformops_models.__version__}.dist-info/"
     assert {name for name in files(wheel) if not name.startswith(metadata)} == expected
     assert metadata + "licenses/LICENSE" in files(wheel)
