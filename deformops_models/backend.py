@@ -155,4 +155,6 @@ def resolve(device: torch.device | str, dtype: torch.dtype, backend: Backend | s
 
 
 def _reasons(chosen: Backend, reason: str) -> dict[Backend, str]:
-    return {backend: reason for backend in Backend if backend is not chosen}
+    # Named one by one: the tracer of some torch versions cannot iterate over a class.
+    every = (Backend.CUDA, Backend.TRITON, Backend.EAGER)
+    return {backend: reason for backend in every if backend is not chosen}

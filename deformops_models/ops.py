@@ -114,11 +114,13 @@ def _backward(
 
 def _tiling(value: Tensor, shapes: Tensor, starts: Tensor | None, points: Tensor, num_points: list[int]):
     """How the CUDA kernels cut the value's gradient into tiles, where the level sizes are known; else None."""
+    from deformops_models.kernels._nvrtc import shared_memory
     from deformops_models.kernels.msda_cuda import tiling
 
     batch, rows, heads, channels = value.shape
     sizes = layout.known_sizes(shapes, starts, rows)
-    return sizes and tiling(sizes, tuple(num_points), points.shape[1], batch * heads, channels)
+    room = shared_memory(value.device.index)
+    return sizes and tiling(sizes, tuple(num_points), points.shape[1], batch * heads, channels, room)
 
 
 def _native_atomics(value: Tensor) -> bool:

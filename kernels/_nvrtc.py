@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_*_SIZE_BYTES
+_INVALID_CONTEXT = 201
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 
 
@@ -92,37 +93,72 @@ class Module:
         self.device = device
         self._binary = _compiled(source, f"sm_{major}{minor}")
         self._module = ctypes.c_void_p()
-        _check("cuModuleLoadData", _driver().cuModuleLoadData(ctypes.byref(self._module), self._binary))
+        _call(device, "cuModuleLoadData", ctypes.byref(self._module), self._binary)
 
-    def kernel(self, name: str, layout: str, shared_bytes: int = 0) -> "Kernel":
-        """`layout` describes the arguments as the module struct does: P pointer, i int32, f float32."""
-        function = ctypes.c_void_p()
-        _check(name, _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
-        if shared_bytes > 48 << 10:
-            _check(name, _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes))
-        return Kernel(name, function, struct.Struct(layout), shared_bytes, self.device)
+    def kernel(self, name: str, layout: str, *, dynamic: bool = False) -> "Kernel":
+        """A kernel by its name.
+
+        Args:
+            layout: of the arguments, as the module struct writes it: P pointer, i int32, f float32.
+            dynamic: whether it is launched with dynamic shared memory, of which it then may have all there is.
+        """
+        function, static = ctypes.c_void_p(), ctypes.c_int()
+        _call(self.device, "cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+        if dynamic:
+            _call(self.device, "cuFuncGetAttribute", ctypes.byref(static), _STATIC_SHARED, function)
+            most = shared_memory(self.device) - static.value
+            _call(self.device, "cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, most)
+        return Kernel(name, function, struct.Struct(layout), self.device)
 
 
 class Kernel:
     """Called as kernel(grid, threads, arguments): pointers as numbers, 0 for none."""
 
-    def __init__(self, name: str, function: ctypes.c_void_p, layout: struct.Struct, shared_bytes: int, device: int):
-        self.name, self._function, self._layout = name, function, layout
-        self._shared, self._device = shared_bytes, device
+    def __init__(self, name: str, function: ctypes.c_void_p, layout: struct.Struct, device: int):
+        self.name, self._function, self._layout, self._device = name, function, layout, device
         self._size = ctypes.c_size_t(layout.size)
-        self._launch = _driver().cuLaunchKernel
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: float) -> None:
+    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: float, shared_bytes: int = 0) -> None:
         buffer = ctypes.create_string_buffer(self._layout.pack(*arguments), self._layout.size)
         extra = (ctypes.c_void_p * 5)(
             _BUFFER_POINTER, ctypes.addressof(buffer), _BUFFER_SIZE, ctypes.addressof(self._size), 0
         )
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
-        _check(self.name, self._launch(self._function, *grid, threads, 1, 1, self._shared, stream, None, extra))
+        try:
+            _call(
+                self._device, "cuLaunchKernel", self._function, *grid, threads, 1, 1, shared_bytes, stream, None, extra
+            )
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.name}: {error}") from None
 
 
-def _check(what: str, result: int) -> None:
+@cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a block may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _call(device: int, name: str, *arguments) -> None:
+    """Calls the driver. A thread that has not used the device yet, such as autograd's, gets torch's context first."""
+    function = getattr(_driver(), name)
+    result = function(*arguments)
+    if result == _INVALID_CONTEXT:
+        _check("cuCtxSetCurrent", _driver().cuCtxSetCurrent(_context(device)))
+        result = function(*arguments)
+    _check(name, result)
+
+
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The primary context, which torch uses too."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    _check("cuDeviceGet", _driver().cuDeviceGet(ctypes.byref(number), device))
+    _check("cuDevicePrimaryCtxRetain", _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+    return context
+
+
+def _check(name: str, result: int) -> None:
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"{what}: CUDA error {result}, {(text.value or b'unknown').decode()}")
+        raise RuntimeError(f"{name}: CUDA error {result}, {(text.value or b'unknown').decode()}")

@@ -24,7 +24,7 @@ _TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfl
 #: Threads of a block, in the kernels of rows and in all others.
 ROW_THREADS, THREADS = 128, 256
 #: Queries of a block of the count, and samples that a thread takes at a time.
-CHUNK, BATCH = 1024, 4
+CHUNK, BATCH = 2048, 4
 #: Pixels of a tile of the value's gradient, and kinds of samples in it.
 TILE_X, TILE_Y, KINDS = 8, 4, 4
 #: Samples that a warp of the gather takes, and how many blocks a tile may fill.
@@ -33,7 +33,7 @@ WARP_SAMPLES, MOST_BLOCKS = 192, 8
 RECORD_BYTES, RECORD = 24 << 20, 16
 
 MAX_POINTS = 64  # all are unrolled
-MAX_SHARED = 160 << 10  # bytes of a block, which GPUs from SM 8.0 on have
+STATIC_BYTES = 2 << 10  # of shared memory, at most, beside what a block of the count is launched with
 MAX_INDEX = 2**31 - 1
 
 
@@ -110,8 +110,8 @@ def _module(problem: Problem, device: int) -> Module:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(problem: Problem, device: int, name: str, layout: str, shared_bytes: int = 0) -> Kernel:
-    return _module(problem, device).kernel(name, layout, shared_bytes)
+def _kernel(problem: Problem, device: int, name: str, layout: str, dynamic: bool = False) -> Kernel:
+    return _module(problem, device).kernel(name, layout, dynamic=dynamic)
 
 
 def _problem(value: Tensor, reference: Tensor | None, points: Tensor, weights: Tensor, num_points, softmax) -> Problem:
@@ -192,13 +192,14 @@ class Tiling(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def tiling(
-    sizes: tuple[tuple[int, int], ...], num_points: tuple[int, ...], queries: int, pairs: int, channels: int
+    sizes: tuple[tuple[int, int], ...], num_points: tuple[int, ...], queries: int, pairs: int, channels: int, room: int
 ) -> Tiling | None:
     """The tiles of levels (H, W) that follow one another, or None where the sort has no room for them.
 
     Args:
         sizes, num_points, queries, channels: H, W and K of each level, Q, D.
         pairs: batch · heads.
+        room: bytes of shared memory of a block.
     """
     warps = 8 if channels <= 32 else 256 // channels
     keys = blocks = partials = start = 0
@@ -221,7 +222,7 @@ def tiling(
     chunks = -(-queries // CHUNK)
     chunk = -(-queries // chunks)
     shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
-    if shared > MAX_SHARED or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
+    if shared + STATIC_BYTES > room or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
     grids = tuple(itertools.chain(*levels))
     return Tiling(keys, level_keys, blocks, partials, chunks, chunk, shared, warps, grids)
@@ -246,7 +247,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     pairs, per_pair = value.shape[0] * problem.heads, queries * sum(num_points)
     keys, chunks, chunk, all_partials = tiling.keys, tiling.chunks, tiling.chunk, tiling.partials
     grids = f"{len(tiling.grids)}i"
-    count = _kernel(problem, device.index, "msda_count", f"2P{grids}i2P2if", tiling.shared_bytes)
+    count = _kernel(problem, device.index, "msda_count", f"2P{grids}i2P2if", dynamic=True)
     sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}3i4P3if")
     gather = _kernel(problem, device.index, "msda_gather", f"P{grids}2i4PiP3i")
 
@@ -263,7 +264,10 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
 
     levels = len(num_points)
     blocks = (chunks, levels, pairs)
-    count(blocks, THREADS, *inputs[:2], *tiling.grids, keys, place, rank, chunk, queries, offset_scale)
+    count(
+        blocks, THREADS, *inputs[:2], *tiling.grids, keys, place, rank, chunk, queries, offset_scale,
+        shared_bytes=tiling.shared_bytes,
+    )  # fmt: skip
     if chunks > 1:
         torch.cumsum(places, 0, dtype=torch.int32, out=places)
     sort_blocks = -(-queries // _sort_queries(problem.num_points))

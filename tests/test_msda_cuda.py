@@ -1,5 +1,8 @@
 """The CUDA C++ kernels: each problem compiles without a GPU; on one every result is within the error budget."""
 
+import ctypes
+import struct
+
 import pytest
 import torch
 from helpers import Problem, deterministic, relative_error
@@ -39,12 +42,13 @@ def test_a_compilers_error_is_shown():
         _nvrtc.compile_source("__device__ int x = nonsense;", "sm_80")
 
 
+ROOM = 227 << 10  # bytes of shared memory of a block on SM 9.0
 SIZES = ((100, 167), (50, 84), (25, 42), (13, 21))
 
 
 @pytest.mark.parametrize("queries, channels", [(22223, 32), (300, 32), (22223, 64), (22223, 128), (1, 16)])
 def test_every_tile_has_its_warps(queries, channels):
-    tiling = msda_cuda.tiling(SIZES, (4,) * 4, queries, 16, channels)
+    tiling = msda_cuda.tiling(SIZES, (4,) * 4, queries, 16, channels, ROOM)
     levels = [tiling.grids[i : i + 9] for i in range(0, 36, 9)]
     assert [level[:3] for level in levels] == [(100, 167, 0), (50, 84, 16700), (25, 42, 20900), (13, 21, 21950)]
     assert [level[3:5] for level in levels] == [(21, 525), (11, 143), (6, 42), (3, 12)]
@@ -63,8 +67,10 @@ def test_every_tile_has_its_warps(queries, channels):
 
 
 def test_levels_that_the_sort_has_no_room_for():
-    assert msda_cuda.tiling(((1000, 1000),), (4,), 300, 8, 32) is None
-    assert msda_cuda.tiling(((0, 7),), (4,), 300, 8, 32) is None
+    assert msda_cuda.tiling(((1000, 1000),), (4,), 300, 8, 32, ROOM) is None
+    assert msda_cuda.tiling(((100, 167),), (4,), 300, 8, 32, ROOM) is not None
+    assert msda_cuda.tiling(((100, 167),), (4,), 300, 8, 32, 40 << 10) is None
+    assert msda_cuda.tiling(((0, 7),), (4,), 300, 8, 32, ROOM) is None
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,59 @@ def test_sizes_are_known_of_lists_and_of_copied_tensors():
     _, following = layout.device_layout(sizes, [0, 45], 57, torch.device("cpu"))
     assert layout.known_sizes(shapes, following, 57) == sizes
     assert layout.known_sizes(torch.tensor(sizes), None, 57) is None
+
+
+class Driver:
+    """Stands in for the driver's library: `results` are the next launches' error codes."""
+
+    def __init__(self, *results: int):
+        self.results, self.calls = list(results), []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name == "cuLaunchKernel":
+                buffer = ctypes.cast(arguments[-1][1], ctypes.POINTER(ctypes.c_char))
+                self.arguments = buffer[: ctypes.cast(arguments[-1][3], ctypes.POINTER(ctypes.c_size_t))[0]]
+                self.shape = arguments[1:8]
+                return self.results.pop(0)
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    _nvrtc._context.cache_clear()
+
+    def run(driver):
+        monkeypatch.setattr(_nvrtc, "_driver", lambda: driver)
+        kernel = _nvrtc.Kernel("example", ctypes.c_void_p(1), struct.Struct("P2ifP"), 0)
+        kernel((3, 2, 1), 64, 2**40, 5, -6, 0.5, 7, shared_bytes=99)
+
+    yield run
+    _nvrtc._context.cache_clear()
+
+
+def test_a_launch_passes_its_arguments(launch):
+    driver = Driver(0)
+    launch(driver)
+    assert driver.calls == ["cuLaunchKernel"] and driver.shape == (3, 2, 1, 64, 1, 1, 99)
+    # As a C struct: the pointer after the float begins at a multiple of 8.
+    assert driver.arguments == struct.pack("<QiifxxxxQ", 2**40, 5, -6, 0.5, 7)
+
+
+def test_a_thread_without_a_context_gets_torchs(launch):
+    driver = Driver(201, 0)
+    launch(driver)
+    made = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    assert driver.calls == ["cuLaunchKernel", *made, "cuLaunchKernel"]
+
+
+def test_an_error_of_the_driver_names_the_kernel(launch):
+    with pytest.raises(RuntimeError, match="example: cuLaunchKernel: CUDA error 700"):
+        launch(Driver(700))
 
 
 def test_cuda_is_refused_where_it_cannot_run():
@@ -143,19 +202,19 @@ def test_mixes_of_dtypes(dtypes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("queries, heads, sizes", [(3000, 2, ((9, 17), (3, 4))), (1500, 8, ((40, 70), (7, 5)))])
+@pytest.mark.parametrize("queries, heads, sizes", [(5000, 2, ((9, 17), (3, 4))), (2500, 8, ((40, 70), (7, 5)))])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("at_once", [16 << 10, 24 << 20])
 def test_long_lists_chunks_and_slices(monkeypatch, queries, heads, sizes, dtype, at_once):
     """Tiles that several blocks share, several chunks of queries, and pairs that are sorted one after the other."""
     monkeypatch.setattr(msda_cuda, "RECORD_BYTES", at_once)
-    tiling = msda_cuda.tiling(sizes, (4, 4), queries, 2 * heads, 32)
+    tiling = msda_cuda.tiling(sizes, (4, 4), queries, 2 * heads, 32, ROOM)
     assert tiling.chunks > 1 and tiling.partials > 0
     Problem.random(queries=queries, heads=heads, channels=32, sizes=sizes, dtypes=(dtype,)).check(dtype, "cuda", "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("queries", [50, 3000])
+@pytest.mark.parametrize("queries", [50, 5000])
 def test_gradients_repeat_bit_by_bit(queries):
     problem = Problem.random(queries=queries, channels=32, dtypes=(BF16,))
     with deterministic(warn_only=False):
@@ -231,7 +290,8 @@ def test_only_the_gradients_that_are_asked_for(need_value, need_reference):
     exact = problem.run("eager")
     needed = (need_value, need_reference, True, True)
     leaves = [
-        t.float().cuda().requires_grad_(need) for t, need in zip(problem.operands().values(), needed, strict=True)
+        t.detach().float().cuda().requires_grad_(need)
+        for t, need in zip(problem.operands().values(), needed, strict=True)
     ]
     output = dm.deformable_attention(
         leaves[0], problem.sizes, None, *leaves[1:], num_points=problem.num_points, backend="cuda"
