@@ -118,8 +118,8 @@ def _run(
     backend: Backend | str | None,
     fp32_grad_accum: bool | None,
 ) -> Tensor:
-    for name, operand in operands.items() if boxes is None else (operands | {"reference_points": boxes}).items():
-        if not isinstance(operand, Tensor):
+    for name, operand in (*operands.items(), ("reference_points", boxes)):
+        if not isinstance(operand, Tensor) and (name != "reference_points" or boxes is not None):
             raise TypeError(f"{name} is a {type(operand).__name__}: a torch.Tensor is expected")
     if num_points is not None and (isinstance(num_points, int) or any(not isinstance(k, int) for k in num_points)):
         raise TypeError(f"num_points={num_points!r}: one whole number per level is expected")

@@ -1,6 +1,7 @@
 """Where each level lies in the value's rows: sizes and first rows, as numbers or as tensors on a device."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -100,15 +101,19 @@ _numbers: dict[int, tuple] = {}
 def known_sizes(shapes: Tensor, starts: Tensor | None, rows: int) -> tuple[tuple[int, int], ...] | None:
     """Sizes of device tensors whose numbers are known here, if the levels follow one another through all rows."""
     sizes = _known(shapes)
-    if sizes is None:
-        return None
-    sizes = tuple(map(tuple, sizes))
-    first_rows = level_starts(sizes) if starts is None else _known(starts)
-    fits = first_rows is not None and list(first_rows) == level_starts(sizes) and min(map(min, sizes)) >= 0
-    return sizes if fits and sum(height * width for height, width in sizes) == rows else None
+    first_rows = () if starts is None else _known(starts)
+    known = sizes is not None and first_rows is not None
+    return sizes if known and _follow_one_another(sizes, first_rows, rows) else None
 
 
-def _known(tensor: Tensor) -> Sequence | None:
+@lru_cache(maxsize=4096)
+def _follow_one_another(sizes: tuple[tuple[int, int], ...], first_rows: tuple[int, ...], rows: int) -> bool:
+    """`first_rows` is empty where they are not given."""
+    fits = min(map(min, sizes)) >= 0 and sum(height * width for height, width in sizes) == rows
+    return fits and list(first_rows or level_starts(sizes)) == level_starts(sizes)
+
+
+def _known(tensor: Tensor) -> tuple | None:
     found = _numbers.get(tensor.data_ptr())
     if found is not None or tensor not in _learned:
         return found
@@ -119,7 +124,7 @@ def _known(tensor: Tensor) -> Sequence | None:
         if torch.cuda.is_current_stream_capturing():
             return None
         copied.synchronize()
-        numbers = numbers.tolist()
+        numbers = tuple(tuple(row) if isinstance(row, list) else row for row in numbers.tolist())
         _learned[tensor] = version, numbers, None
     return numbers
 

@@ -99,7 +99,7 @@ class Module:
         """A kernel by its name.
 
         Args:
-            layout: of the arguments, as the module struct writes it: P pointer, i int32, f float32.
+            layout: of the arguments, as the module struct writes it: P pointer, i int32, f float32, 8s eight bytes.
             dynamic: whether it is launched with dynamic shared memory, of which it then may have all there is.
         """
         function, static = ctypes.c_void_p(), ctypes.c_int()

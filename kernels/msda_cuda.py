@@ -7,6 +7,7 @@ The kernels lie in cuda/: `forward.cu`; `points.cu` for the gradients of points,
 import contextlib
 import itertools
 import math
+import struct
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -176,7 +177,7 @@ class Tiling(NamedTuple):
         chunks, chunk: blocks of the count, and the queries of each.
         shared_bytes: memory of a block of the count.
         warps: of a block of the gather.
-        grids: `Grids` of sort.cu.
+        grids: `Grids` of sort.cu, as it lies in memory.
     """
 
     keys: int
@@ -187,7 +188,7 @@ class Tiling(NamedTuple):
     chunk: int
     shared_bytes: int
     warps: int
-    grids: tuple[int, ...]
+    grids: bytes
 
 
 @lru_cache(maxsize=1024)
@@ -224,7 +225,7 @@ def tiling(
     shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
     if shared + STATIC_BYTES > room or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
-    grids = tuple(itertools.chain(*levels))
+    grids = struct.pack(f"{9 * len(levels)}i", *itertools.chain(*levels))
     return Tiling(keys, level_keys, blocks, partials, chunks, chunk, shared, warps, grids)
 
 
@@ -246,7 +247,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     device, queries = value.device, points.shape[1]
     pairs, per_pair = value.shape[0] * problem.heads, queries * sum(num_points)
     keys, chunks, chunk, all_partials = tiling.keys, tiling.chunks, tiling.chunk, tiling.partials
-    grids = f"{len(tiling.grids)}i"
+    grids = f"{len(tiling.grids)}s"
     count = _kernel(problem, device.index, "msda_count", f"2P{grids}i2P2if", dynamic=True)
     sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}3i4P3if")
     gather = _kernel(problem, device.index, "msda_gather", f"P{grids}2i4PiP3i")
@@ -265,7 +266,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     levels = len(num_points)
     blocks = (chunks, levels, pairs)
     count(
-        blocks, THREADS, *inputs[:2], *tiling.grids, keys, place, rank, chunk, queries, offset_scale,
+        blocks, THREADS, *inputs[:2], tiling.grids, keys, place, rank, chunk, queries, offset_scale,
         shared_bytes=tiling.shared_bytes,
     )  # fmt: skip
     if chunks > 1:
@@ -274,10 +275,10 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     for first in range(0, pairs, at_once):
         some = min(at_once, pairs - first)
         sort(
-            (sort_blocks, some, 1), THREADS, *inputs, *tiling.grids, keys, chunks, chunk, place, rank, record, arrival,
+            (sort_blocks, some, 1), THREADS, *inputs, tiling.grids, keys, chunks, chunk, place, rank, record, arrival,
             all_partials, first, queries, offset_scale,
         )  # fmt: skip
         gather(
-            (tiling.blocks, some, 1), 32 * tiling.warps, grad.data_ptr(), *tiling.grids, keys, chunks, place, record,
+            (tiling.blocks, some, 1), 32 * tiling.warps, grad.data_ptr(), tiling.grids, keys, chunks, place, record,
             partial, arrival, all_partials, result, first, value.shape[1], queries,
         )  # fmt: skip

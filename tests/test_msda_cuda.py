@@ -49,7 +49,7 @@ SIZES = ((100, 167), (50, 84), (25, 42), (13, 21))
 @pytest.mark.parametrize("queries, channels", [(22223, 32), (300, 32), (22223, 64), (22223, 128), (1, 16)])
 def test_every_tile_has_its_warps(queries, channels):
     tiling = msda_cuda.tiling(SIZES, (4,) * 4, queries, 16, channels, ROOM)
-    levels = [tiling.grids[i : i + 9] for i in range(0, 36, 9)]
+    levels = list(struct.iter_unpack("9i", tiling.grids))
     assert [level[:3] for level in levels] == [(100, 167, 0), (50, 84, 16700), (25, 42, 20900), (13, 21, 21950)]
     assert [level[3:5] for level in levels] == [(21, 525), (11, 143), (6, 42), (3, 12)]
     assert [level[5] for level in levels] == [0, 2101, 2101 + 573, 2101 + 573 + 169]
