@@ -19,15 +19,16 @@ from torch import Tensor
 from deformops_models.kernels._nvrtc import Kernel, Module
 
 _FOLDER = Path(__file__).parent / "cuda"
-_FILES = ("sampling.cuh", "forward.cu", "points.cu", "sort.cu", "gather.cu")
+_FILES = ("instructions.cuh", "sampling.cuh", "forward.cu", "points.cu", "sort.cu", "gather.cu")
 _TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 #: Threads of a block, in the kernels of rows and in all others.
 ROW_THREADS, THREADS = 128, 256
 #: Queries of a block of the count, and samples that a thread takes at a time.
 CHUNK, BATCH = 2048, 4
-#: Pixels of a tile of the value's gradient, and kinds of samples in it.
-TILE_X, TILE_Y, KINDS = 8, 4, 4
+#: Pixels of a tile of the value's gradient, its lines where fewer samples than these would touch it, and the kinds of
+#: samples in it.
+TILE_X, TILE_Y, HIGH_TILE_Y, SPARSE_SAMPLES, KINDS = 8, 4, 16, 16, 4
 #: Samples that a warp of the gather takes, and how many blocks a tile may fill.
 WARP_SAMPLES, MOST_BLOCKS = 192, 8
 #: Sorted samples at a time: they stay in the L2 cache from their writing to their reading.
@@ -206,26 +207,28 @@ def tiling(
     keys = blocks = partials = start = 0
     levels = []
     for (height, width), count in zip(sizes, num_points, strict=True):
-        tiles_x = -(-width // TILE_X)
-        tiles = tiles_x * -(-height // TILE_Y)
         # A tile's samples are 1.4 times as many as begin in it.
-        wanted = min(1.4 * queries * count / max(1, tiles) / WARP_SAMPLES, warps * MOST_BLOCKS)
+        samples = queries * count * min(1, 1.4 * TILE_X * TILE_Y / max(1, height * width))
+        line_bits = (TILE_Y if samples > SPARSE_SAMPLES else HIGH_TILE_Y).bit_length() - 1
+        tiles_x = -(-width // TILE_X)
+        tiles = tiles_x * -(-height >> line_bits)
+        wanted = min(samples / WARP_SAMPLES, warps * MOST_BLOCKS)
         splits = 1 << max(0, math.ceil(math.log2(max(1, wanted))))
-        levels.append([height, width, start, tiles_x, tiles, keys, 0, splits, partials])
+        levels.append([height, width, start, tiles_x, tiles, line_bits, keys, 0, splits, partials])
         partials += tiles * splits // warps if splits > warps else 0
         keys += tiles * KINDS + 1
         start += height * width
     # Small levels have the longest lists: they come first.
     for level in reversed(levels):
-        level[6] = blocks
-        blocks += -(-level[4] * level[7] // warps)
+        level[7] = blocks
+        blocks += -(-level[4] * level[8] // warps)
     level_keys = max(level[4] for level in levels) * KINDS + 1
     chunks = -(-queries // CHUNK)
     chunk = -(-queries // chunks)
     shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
     if shared + STATIC_BYTES > room or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
-    grids = struct.pack(f"{9 * len(levels)}i", *itertools.chain(*levels))
+    grids = struct.pack(f"{10 * len(levels)}i", *itertools.chain(*levels))
     return Tiling(keys, level_keys, blocks, partials, chunks, chunk, shared, warps, grids)
 
 

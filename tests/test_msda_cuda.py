@@ -1,18 +1,47 @@
-"""The CUDA C++ kernels: each problem compiles without a GPU; on one every result is within the error budget."""
+"""The CUDA C++ kernels, compiled for GPUs without one, run thread by thread on the CPU, and run on a GPU."""
 
+import contextlib
 import ctypes
+import functools
+import shutil
 import struct
 
+import emulator
 import pytest
 import torch
 from helpers import Problem, deterministic, relative_error
 
 import deformops_models as dm
 from deformops_models import layout, ops
+from deformops_models.backend import interpreting
 from deformops_models.kernels import _nvrtc, msda_cuda
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 GIB = 2**30
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(params=[pytest.param("cpu", id="emulator"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request, monkeypatch) -> tuple[str, str]:
+    """Device and backend whose operators run the CUDA kernels; on the CPU in the place of Triton's interpreter."""
+    if request.param == "cuda":
+        return "cuda", "cuda"
+    if not interpreting():
+        pytest.skip("the kernels are compiled in this process, so they do not run on the CPU")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    build = functools.partial(emulator.Module, folder=request.getfixturevalue("libraries"))
+    monkeypatch.setattr(msda_cuda, "_module", lambda problem, device: build(problem))
+    monkeypatch.setattr(msda_cuda, "_current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_nvrtc, "shared_memory", lambda device: ROOM)
+    monkeypatch.setattr(ops, "_use_cuda", lambda *arguments: True)
+    msda_cuda._kernel.cache_clear()
+    request.addfinalizer(msda_cuda._kernel.cache_clear)
+    return "cpu", "triton"
 
 
 # Without a GPU
@@ -49,27 +78,29 @@ SIZES = ((100, 167), (50, 84), (25, 42), (13, 21))
 @pytest.mark.parametrize("queries, channels", [(22223, 32), (300, 32), (22223, 64), (22223, 128), (1, 16)])
 def test_every_tile_has_its_warps(queries, channels):
     tiling = msda_cuda.tiling(SIZES, (4,) * 4, queries, 16, channels, ROOM)
-    levels = list(struct.iter_unpack("9i", tiling.grids))
+    levels = list(struct.iter_unpack("10i", tiling.grids))
     assert [level[:3] for level in levels] == [(100, 167, 0), (50, 84, 16700), (25, 42, 20900), (13, 21, 21950)]
-    assert [level[3:5] for level in levels] == [(21, 525), (11, 143), (6, 42), (3, 12)]
-    assert [level[5] for level in levels] == [0, 2101, 2101 + 573, 2101 + 573 + 169]
-    assert tiling.keys == 4 * (525 + 143 + 42 + 12) + 4 and tiling.level_keys == 2101
-    block = partials = 0
+    lines = {22223: [4, 4, 4, 4], 300: [16, 16, 4, 4], 1: [16, 16, 16, 16]}[queries]
+    keys = block = partials = 0
+    for (height, width), line, level in zip(SIZES, lines, levels, strict=True):
+        _, _, _, tiles_x, tiles, line_bits, first_key, _, splits, first_partial = level
+        assert (1 << line_bits, tiles_x) == (line, -(-width // 8)) and tiles == tiles_x * -(-height // line)
+        assert (first_key, first_partial) == (keys, partials)
+        assert splits in (1, 2, 4, 8, 16, 32, 64) and splits <= 8 * tiling.warps and (line == 4 or splits == 1)
+        keys += 4 * tiles + 1
+        partials += tiles * splits // tiling.warps if splits > tiling.warps else 0
     for level in reversed(levels):
-        tiles, first_block, splits = level[4], level[6], level[7]
-        assert first_block == block and splits in (1, 2, 4, 8, 16, 32, 64) and splits <= 8 * tiling.warps
-        block += -(-tiles * splits // tiling.warps)
-    for level in levels:
-        assert level[8] == partials
-        partials += level[4] * level[7] // tiling.warps if level[7] > tiling.warps else 0
-    assert (tiling.blocks, tiling.partials) == (block, partials)
+        assert level[7] == block
+        block += -(-level[4] * level[8] // tiling.warps)
+    assert (tiling.keys, tiling.blocks, tiling.partials) == (keys, block, partials)
+    assert tiling.level_keys == 4 * max(level[4] for level in levels) + 1
     assert tiling.chunks * tiling.chunk >= queries > (tiling.chunks - 1) * tiling.chunk
 
 
 def test_levels_that_the_sort_has_no_room_for():
     assert msda_cuda.tiling(((1000, 1000),), (4,), 300, 8, 32, ROOM) is None
-    assert msda_cuda.tiling(((100, 167),), (4,), 300, 8, 32, ROOM) is not None
-    assert msda_cuda.tiling(((100, 167),), (4,), 300, 8, 32, 40 << 10) is None
+    assert msda_cuda.tiling(((100, 167),), (4,), 9000, 8, 32, ROOM) is not None
+    assert msda_cuda.tiling(((100, 167),), (4,), 9000, 8, 32, 48 << 10) is None
     assert msda_cuda.tiling(((0, 7),), (4,), 300, 8, 32, ROOM) is None
 
 
@@ -159,58 +190,65 @@ def test_cuda_is_refused_where_it_cannot_run():
         problem.run("cuda", F32)
 
 
-# On a GPU
+# On a GPU, and emulated
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("channels", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_head_widths(channels, dtype):
-    Problem.random(queries=37, heads=2, channels=channels, num_points=(2, 1), dtypes=(dtype,)).check(
-        dtype, "cuda", "cuda"
-    )
+def test_head_widths(target, channels, dtype):
+    Problem.random(queries=37, heads=2, channels=channels, num_points=(2, 1), dtypes=(dtype,)).check(dtype, *target)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("coordinates, reference_levels", [(0, None), (2, 2), (2, 1), (4, 2), (4, 1)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("num_points", [(2, 2), (3, 1)])
-def test_coordinates(coordinates, reference_levels, dtype, num_points):
+def test_coordinates(target, coordinates, reference_levels, dtype, num_points):
     problem = Problem.random(
         queries=20, channels=32, num_points=num_points, coordinates=coordinates, reference_levels=reference_levels,
         dtypes=(dtype,),
     )  # fmt: skip
-    problem.check(dtype, "cuda", "cuda")
+    problem.check(dtype, *target)
     if coordinates == 0:
-        problem.check(dtype, "cuda", "cuda", method="softmax")
+        problem.check(dtype, *target, method="softmax")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("levels, points", [(1, 1), (1, 5), (3, 4), (5, 4), (8, 8), (4, 16)])
-def test_levels_and_points(levels, points):
+def test_levels_and_points(target, levels, points):
     sizes = [(5, 9), (3, 4), (6, 2), (2, 3), (1, 7), (4, 1), (3, 2), (17, 33)][-levels:]
     Problem.random(batch=1, queries=40, heads=2, channels=32, sizes=sizes, num_points=[points] * levels).check(
-        F32, "cuda", "cuda"
+        F32, *target
     )
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", [(BF16, F32, F32, F32), (F16, F32, BF16, F32), (F32, BF16, F16, BF16)], ids=str)
-def test_mixes_of_dtypes(dtypes):
+def test_mixes_of_dtypes(target, dtypes):
     problem = Problem.random(queries=30, channels=32, dtypes=tuple(set(dtypes)))
-    problem.check(dict(zip(("value", "reference", "points", "weights"), dtypes, strict=True)), "cuda", "cuda")
+    problem.check(dict(zip(("value", "reference", "points", "weights"), dtypes, strict=True)), *target)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("at_once", [1, 24 << 20])
+@pytest.mark.parametrize("channels, warp_samples", [(32, 2), (32, 99), (64, 4), (16, 8)])
+def test_long_lists_chunks_and_slices(target, monkeypatch, dtype, at_once, channels, warp_samples):
+    """Tiles that several warps and blocks share, chunks of queries, and pairs that are sorted one after the other."""
+    sizes, queries = ((9, 17), (3, 4)), 80
+    monkeypatch.setattr(msda_cuda, "RECORD_BYTES", at_once)
+    monkeypatch.setattr(msda_cuda, "WARP_SAMPLES", warp_samples)
+    monkeypatch.setattr(msda_cuda, "CHUNK", 32)
+    msda_cuda.tiling.cache_clear()
+    tiling = msda_cuda.tiling(sizes, (4, 4), queries, 4, channels, ROOM)
+    assert tiling.chunks == 3 and (tiling.partials > 0) == (warp_samples < 99)
+    problem = Problem.random(queries=queries, heads=2, channels=channels, sizes=sizes, dtypes=(dtype,))
+    problem.check(dtype, *target)
+    msda_cuda.tiling.cache_clear()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("queries, heads, sizes", [(5000, 2, ((9, 17), (3, 4))), (2500, 8, ((40, 70), (7, 5)))])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("at_once", [16 << 10, 24 << 20])
-def test_long_lists_chunks_and_slices(monkeypatch, queries, heads, sizes, dtype, at_once):
-    """Tiles that several blocks share, several chunks of queries, and pairs that are sorted one after the other."""
-    monkeypatch.setattr(msda_cuda, "RECORD_BYTES", at_once)
-    tiling = msda_cuda.tiling(sizes, (4, 4), queries, 2 * heads, 32, ROOM)
-    assert tiling.chunks > 1 and tiling.partials > 0
-    Problem.random(queries=queries, heads=heads, channels=32, sizes=sizes, dtypes=(dtype,)).check(dtype, "cuda", "cuda")
+def test_five_thousand_queries(dtype):
+    sizes = ((40, 70), (9, 17), (3, 4))
+    problem = Problem.random(queries=5000, heads=4, channels=32, sizes=sizes, num_points=(4,) * 3, dtypes=(dtype,))
+    problem.check(dtype, "cuda", "cuda")
 
 
 @pytest.mark.gpu
@@ -224,17 +262,17 @@ def test_gradients_repeat_bit_by_bit(queries):
                 assert torch.equal(result, first[name]), name
 
 
-@pytest.mark.gpu
-def test_operands_may_begin_anywhere():
+def test_operands_may_begin_anywhere(target):
+    device, backend = target
     problem = Problem.random(queries=30, channels=32, dtypes=(F16,))
     exact = problem.run("eager")
 
     def shifted(t):
-        return torch.empty(t.numel() + 1, dtype=F16, device="cuda")[1:].view(t.shape).copy_(t).requires_grad_()
+        return torch.empty(t.numel() + 1, dtype=F16, device=device)[1:].view(t.shape).copy_(t).requires_grad_()
 
     leaves = [shifted(t) for t in problem.operands().values()]
     output = dm.deformable_attention(
-        leaves[0], problem.sizes, None, *leaves[1:], num_points=problem.num_points, backend="cuda"
+        leaves[0], problem.sizes, None, *leaves[1:], num_points=problem.num_points, backend=backend
     )
     results = [output, *torch.autograd.grad(output, leaves, shifted(problem.grad).detach())]
     for result, expected in zip(results, exact.values(), strict=True):
@@ -267,34 +305,34 @@ def test_overlapping_levels_run_tritons_backward():
         problem.run("cuda", F32, "cuda", starts=[0, 5])
 
 
-@pytest.mark.gpu
-def test_what_is_not_finite_shows():
+def test_what_is_not_finite_shows(target):
+    device, backend = target
     problem = Problem.random(batch=1, queries=4, heads=1, channels=32)
     problem.points[0, 1] = float("nan")
     problem.points[0, 2] = float("inf")
-    results = problem.run("cuda", F32, "cuda")
+    results = problem.run(backend, F32, device)
     exact = problem.run("eager")
     for name, result in results.items():
         assert result.isfinite().all() == exact[name].isfinite().all()
         assert relative_error(result, exact[name]) < 1e-5
     problem.grad[0, 0] = float("nan")
-    found, expected = (problem.run(b, F32, "cuda")["grad_value"].isnan() for b in ("cuda", "eager"))
+    found, expected = (problem.run(b, F32, device)["grad_value"].isnan() for b in (backend, "eager"))
     assert expected.any() and (found | ~expected).all()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("need_value", [True, False])
 @pytest.mark.parametrize("need_reference", [True, False])
-def test_only_the_gradients_that_are_asked_for(need_value, need_reference):
+def test_only_the_gradients_that_are_asked_for(target, need_value, need_reference):
+    device, backend = target
     problem = Problem.random(queries=20, channels=32)
     exact = problem.run("eager")
     needed = (need_value, need_reference, True, True)
     leaves = [
-        t.detach().float().cuda().requires_grad_(need)
+        t.detach().float().to(device).requires_grad_(need)
         for t, need in zip(problem.operands().values(), needed, strict=True)
     ]
     output = dm.deformable_attention(
-        leaves[0], problem.sizes, None, *leaves[1:], num_points=problem.num_points, backend="cuda"
+        leaves[0], problem.sizes, None, *leaves[1:], num_points=problem.num_points, backend=backend
     )
     output.backward(problem.grad.to(output))
     for name, leaf in zip(problem.operands(), leaves, strict=True):

@@ -15,13 +15,6 @@ struct __align__(COLUMNS * sizeof(VALUE)) Piece { VALUE at[COLUMNS]; };
 __device__ __forceinline__ u32 to_tf32(float x) { return __float_as_uint(x) + 0x1000; }
 __device__ __forceinline__ u32 rest_of(float x) { return to_tf32(x - __uint_as_float(to_tf32(x) & 0xffffe000)); }
 
-// sum [16 pixels, 8 channels] += a [16 pixels, 8 samples] · b [8 samples, 8 channels]
-__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // The sorted samples of a tile: its own, and those that reach into it from the left, from above and from both.
 struct Runs {
     const Record *at[4];
@@ -109,9 +102,11 @@ __device__ __forceinline__ void gather_samples(const Runs &runs, const VALUE *ro
     }
 }
 
-// A thread's channels of line `y` of a tile.
-__device__ __forceinline__ float channel_of(const float (*sum)[COLUMNS][4], int y, int j) {
-    return sum[y / 2][j % COLUMNS][y % 2 * 2 + j / COLUMNS];
+// A thread's channel j of line `y` of a tile, which is zero again then.
+__device__ __forceinline__ float take_channel(float (*sum)[COLUMNS][4], int y, int j) {
+    float &at = sum[y / 2][j % COLUMNS][y % 2 * 2 + j / COLUMNS], own = at;
+    at = 0.0f;
+    return own;
 }
 
 __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, int x, int y, const float *line) {
@@ -124,7 +119,7 @@ __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, 
     *(decltype(out) *)(grad_value + (long long)(grid.start + y * grid.width + x) * STRIDE + lane % 4 * OWN) = out;
 }
 
-// `splits` warps share the samples of a tile. Where they fill several blocks, the last block to arrive adds up the
+// `splits` warps share the samples of a tile; it has TILE_Y lines if they are several. Where they fill several blocks, the last block to arrive adds up the
 // `partials` of all, in their order. Grid: tiles of all levels, pairs of batch and head.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS, RESIDENT_WARPS / GATHER_WARPS)
 msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places, const Record *sorted,
@@ -145,29 +140,30 @@ msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, in
 
     int sharing = min(grid.splits, GATHER_WARPS), blocks = grid.splits / sharing;
     int tile = block / blocks * (GATHER_WARPS / sharing) + warp / sharing;
-    int x = tile % grid.tiles_x * TILE_X, y = tile / grid.tiles_x * TILE_Y;
+    int x = tile % grid.tiles_x * TILE_X, y = tile / grid.tiles_x << grid.line_bits;
     block %= blocks;
+    Runs runs = {};
+    if (tile < grid.tiles) runs = runs_of(sorted, place, chunks, tile, grid);
+    int steps = (runs.total + 31) / 32, share = (steps + grid.splits - 1) / grid.splits;
+    int step = (block * sharing + warp % sharing) * share;
+    // A tile of a warp's own may be high: it is taken TILE_Y lines at a time.
+    int end = sharing > 1 ? y + 1 : tile < grid.tiles ? min(y + (1 << grid.line_bits), grid.height) : y;
     float sum[TILE_Y / 2][COLUMNS][4] = {};
-    if (tile < grid.tiles) {
-        Runs runs = runs_of(sorted, place, chunks, tile, grid);
-        int steps = (runs.total + 31) / 32, share = (steps + grid.splits - 1) / grid.splits;
-        int step = (block * sharing + warp % sharing) * share;
-        gather_samples(runs, rows, step, min(step + share, steps), x, y, samples[warp], sum);
-    }
-    if (sharing == 1) {
+    for (int first = y; first < end; first += TILE_Y) {
+        gather_samples(runs, rows, step, min(step + share, steps), x, first, samples[warp], sum);
 #pragma unroll
-        for (int line = 0; line < TILE_Y; line++) {
+        for (int line = 0; sharing == 1 && line < TILE_Y; line++) {
             float out[OWN];
 #pragma unroll
-            for (int j = 0; j < OWN; j++) out[j] = channel_of(sum, line, j);
-            if (tile < grid.tiles) write_line(grad_value, grid, x, y + line, out);
+            for (int j = 0; j < OWN; j++) out[j] = take_channel(sum, line, j);
+            write_line(grad_value, grid, x, first + line, out);
         }
-        return;
     }
+    if (sharing == 1) return;
 #pragma unroll
     for (int line = 0; line < TILE_Y; line++)
 #pragma unroll
-        for (int j = 0; j < OWN; j++) sums[warp][line * TILE_X + g][t * OWN + j] = channel_of(sum, line, j);
+        for (int j = 0; j < OWN; j++) sums[warp][line * TILE_X + g][t * OWN + j] = take_channel(sum, line, j);
     __syncthreads();
     // The warps of a tile share its lines.
     int slot = blockIdx.y * all_partials + grid.first_partial + tile * blocks, first_warp = warp / sharing * sharing;

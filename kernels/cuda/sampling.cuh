@@ -3,9 +3,6 @@
 // Compile-time constants: VALUE, POINT, WEIGHT, REFERENCE (element types), D channels, M heads, L levels, P points of all
 // levels, NUM_POINTS per level, C coordinates of a reference (0: points are locations), REF_LEVELS, SOFTMAX.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
 struct float16 { u16 bits; };
 struct bfloat16 { u16 bits; };
 struct __align__(16) Vector { u32 word[4]; };
@@ -14,40 +11,24 @@ __device__ constexpr int num_points[L] = NUM_POINTS;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __uint_as_float((u32)x.bits << 16); }
-__device__ __forceinline__ float to_float(float16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
+__device__ __forceinline__ float to_float(float16 x) { return from_float16(x.bits); }
 __device__ __forceinline__ void store(float *to, float x) { *to = x; }
-__device__ __forceinline__ void store(bfloat16 *to, float x) {
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
-}
-__device__ __forceinline__ void store(float16 *to, float x) {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
-}
+__device__ __forceinline__ void store(bfloat16 *to, float x) { to->bits = to_bfloat16s(x, 0.0f) & 0xffff; }
+__device__ __forceinline__ void store(float16 *to, float x) { to->bits = to_float16s(x, 0.0f) & 0xffff; }
 
-// Elements of a 4-byte word of a row, as floats.
+// Elements of a 4-byte word of a row, as floats; the last argument tells their type.
 __device__ __forceinline__ void unpack(u32 word, float *to, float) { to[0] = __uint_as_float(word); }
 __device__ __forceinline__ void unpack(u32 word, float *to, bfloat16) {
     to[0] = __uint_as_float(word << 16);
     to[1] = __uint_as_float(word & 0xffff0000u);
 }
 __device__ __forceinline__ void unpack(u32 word, float *to, float16) {
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(to[0]), "=f"(to[1]) : "r"(word));
+    to[0] = from_float16(word & 0xffff);
+    to[1] = from_float16(word >> 16);
 }
 __device__ __forceinline__ u32 pack(const float *from, float) { return __float_as_uint(from[0]); }
-__device__ __forceinline__ u32 pack(const float *from, bfloat16) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
-    return word;
-}
-__device__ __forceinline__ u32 pack(const float *from, float16) {
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
-    return word;
-}
+__device__ __forceinline__ u32 pack(const float *from, bfloat16) { return to_bfloat16s(from[0], from[1]); }
+__device__ __forceinline__ u32 pack(const float *from, float16) { return to_float16s(from[0], from[1]); }
 
 constexpr int PER_WORD = 4 / sizeof(VALUE);
 constexpr int CHANNELS = 16 / sizeof(VALUE);  // of one thread: a 16-byte piece of a row

@@ -1,16 +1,16 @@
 // The gradient of the value without atomics, first half: the samples of each head and level are sorted by the tile of
 // pixels that they touch, so that a tile can gather its own.
 //
-// A tile is TILE_X × TILE_Y pixels. A sample belongs to the tile of its upper left pixel and, within it, to one of four
+// A tile is TILE_X pixels wide and a power of two of at least TILE_Y lines high, more where samples are few. A sample belongs to the tile of its upper left pixel and, within it, to one of four
 // kinds by whether its right or lower neighbours lie in the next tile. So a tile's samples are four runs of the sorted
 // list: its own, and those of the left, upper and upper left tile that reach into it. A key is tile · KINDS + kind.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3, KINDS = 4;
 
-// A level's pixels and tiles, its first key, and for the gather: its first block, how many warps share a tile, and where
+// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, how many warps share a tile, and where
 // the sums of blocks that share one begin.
-struct Grid { int height, width, start, tiles_x, tiles, first_key, first_block, splits, first_partial; };
+struct Grid { int height, width, start, tiles_x, tiles, line_bits, first_key, first_block, splits, first_partial; };
 struct Grids { Grid at[L]; };
 
 // What the gather needs of a sample; `row` counts queries over the batch.
@@ -34,11 +34,11 @@ __device__ __forceinline__ int count_points(int level) {
 __device__ __forceinline__ int key_at(const float *pixel, const Grid &grid) {
     Location at = locate(pixel[0], pixel[1], grid.height, grid.width);
     if (at.x < -1 || grid.tiles == 0) return -1;
-    int left = max(at.x, 0), up = max(at.y, 0);
+    int left = max(at.x, 0), up = max(at.y, 0), last_line = (1 << grid.line_bits) - 1;
     bool right = at.x >= 0 && left % TILE_X == TILE_X - 1 && left + 1 < grid.width;
-    bool down = at.y >= 0 && up % TILE_Y == TILE_Y - 1 && up + 1 < grid.height;
+    bool down = at.y >= 0 && (up & last_line) == last_line && up + 1 < grid.height;
     int kind = right ? (down ? BOTH : RIGHT) : (down ? DOWN : INSIDE);
-    return (up / TILE_Y * grid.tiles_x + left / TILE_X) * KINDS + kind;
+    return ((up >> grid.line_bits) * grid.tiles_x + left / TILE_X) * KINDS + kind;
 }
 
 // x[i] becomes `first` plus the sum of all before it.
