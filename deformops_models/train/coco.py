@@ -247,7 +247,7 @@ class TrainingImages(Dataset):
         from torchvision.transforms import v2
         from torchvision.tv_tensors import Image, Mask
 
-        self.split, self.masks, self.seed = split, masks, seed
+        self.split, self.masks, self.augment, self.seed = split, masks, augment, seed
         # The padding becomes zero when it is normalised.
         fill = {Image: [round(255 * x) for x in mean], Mask: 0}
         steps = [v2.ScaleJitter((size, size), scale_range=(0.5, 2.0) if augment else (1.0, 1.0), antialias=True)]
@@ -271,7 +271,7 @@ class TrainingImages(Dataset):
         except UsageError as error:
             return error
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mix(self.seed, epoch, index))
+            torch.manual_seed(mix(self.seed, epoch if self.augment else 0, index))
             sample = self.transform(inputs)
         if self.masks:
             visible = sample["masks"].bool().flatten(1).any(1)

@@ -193,7 +193,7 @@ def average_precision(
         truth.createIndex()
         if not results:
             return dict.fromkeys(METRICS, 0.0 if truth.dataset["annotations"] else None)
-        evaluator = COCOeval(truth, truth.loadRes(results), metric)
+        evaluator = COCOeval(truth, truth.loadRes([dict(row) for row in results]), metric)
         evaluator.evaluate()
         evaluator.accumulate()
         evaluator.summarize()

@@ -154,6 +154,8 @@ def _ground(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 
 
 def _paint(rng: np.random.Generator, pixels: np.ndarray, where: np.ndarray) -> None:
-    color = rng.integers(0, 256, 3)
+    """Fills with the colour, of a few, that differs most from what it covers, and with grain."""
+    colors = rng.integers(0, 256, (4, 3))
+    color = colors[np.linalg.norm(colors - pixels[where].mean(0), axis=1).argmax()]
     grain = rng.normal(0, 6, (int(where.sum()), 1))
     pixels[where] = (color + grain).clip(0, 255).astype(np.uint8)

@@ -197,7 +197,8 @@ def parameter_groups(
             scale = backbone_scale
         elif "sampling_offsets" in name or "reference_points" in name:
             scale = 0.1
-        decay = 0.0 if parameter.ndim <= 1 or id(parameter) in embeddings else weight_decay
+        embedding = id(parameter) in embeddings or "level_embed" in name or "position_bias_table" in name
+        decay = 0.0 if embedding or parameter.ndim <= 1 else weight_decay
         groups.setdefault((lr * scale, decay), []).append(parameter)
     return [{"params": ps, "lr": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
 
