@@ -54,7 +54,7 @@ def mask2former(tmp_path_factory):
     config = transformers.Mask2FormerConfig(
         backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
         encoder_layers=1, num_attention_heads=2, dim_feedforward=32, decoder_layers=2, num_queries=10,
-        train_num_points=200, dropout=0.1,
+        train_num_points=500, dropout=0.1,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("mask2former")
     config.save_pretrained(folder)
@@ -71,7 +71,8 @@ def deformable_detr(tmp_path_factory):
     config = transformers.DeformableDetrConfig(
         backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_labels=3,
-        num_feature_levels=3, with_box_refine=True, auxiliary_loss=True, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        num_feature_levels=3, with_box_refine=True, auxiliary_loss=True, dropout=0.0, attention_dropout=0.0,
+        activation_dropout=0.0,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("deformable-detr")
     torch.manual_seed(3)
@@ -206,8 +207,17 @@ def test_two_processes_one_without_objects_train_as_one(deformable_detr, data, t
 
 def test_mask2former_in_two_processes(mask2former, data, tmp_path):
     small = _two_images_one_empty(data, tmp_path / "small")
-    torchrun(*arguments(mask2former, small, tmp_path / "two", "--batch-size", 1, "--epochs", 2))
-    assert all(torch.tensor(losses(tmp_path / "two")).isfinite().flatten())
+    config = json.loads((mask2former / "config.json").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    # Upstream drops whole layers at this rate, and their losses with them.
+    (model / "config.json").write_text(json.dumps(config | {"dropout": 0.0}))
+    options = ("--epochs", 3, "--no-augment")
+    assert main(arguments(model, small, tmp_path / "one", *options, "--batch-size", 2)) == 0
+    torchrun(*arguments(model, small, tmp_path / "two", *options, "--batch-size", 1))
+    for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        # Points are drawn at random, and upstream averages classes in each process; twice as much would be a fault.
+        assert ours[1] == pytest.approx(theirs[1], rel=0.2)
     assert transformers.Mask2FormerForUniversalSegmentation.from_pretrained(tmp_path / "two" / "last")
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
     rows: dict[str, dict[str, float | None]] = {}
     with quiet_transformers():
         model = load_model(task, args.model, None).to(device).eval()
-        size = args.image_size
-        published = size is None and not Path(args.model).expanduser().is_dir()
-        processor = task.loader.processor(args.model) if published else load_processor(task, args.model, size)
+        processor = load_processor(task, args.model, args.image_size)
         labels = _category_ids(args.model, model.config.id2label, split)
         for name in ("patched", "unpatched") if args.compare else ("patched",):
             if name == "unpatched":

@@ -187,6 +187,7 @@ class _Training:
             checkpoint_activations(model)
         if args.compile:
             model.model.compile()
+        self.task.share_count(model)
         in_float32(model, self.task)
         optimizer = torch.optim.AdamW(
             parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
@@ -337,10 +338,12 @@ class _Training:
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         ids = [category["id"] for category in self.val.categories]
         model = self.result.eval()
-        found = detect(
-            model, self.processor, self.task, self.val, shares, dtype, ids, self.args.workers,
-            quiet=not accelerator.is_main_process,
-        )  # fmt: skip
+        # Training has one input shape, which is what --compile is for; here nearly every image has another.
+        with torch.compiler.set_stance("force_eager"):
+            found = detect(
+                model, self.processor, self.task, self.val, shares, dtype, ids, self.args.workers,
+                quiet=not accelerator.is_main_process,
+            )  # fmt: skip
         found = gather_object(found)
         if accelerator.is_main_process:
             scores = average_precision(self.val, found, self.task.metric, range(len(self.val.images)))

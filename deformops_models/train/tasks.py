@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deformops_models import hub
 from deformops_models.console import UsageError
-from deformops_models.patching import patch
+from deformops_models.patching import patch, unpatch
 from deformops_models.predict import folder_loader
 
 #: As the evaluator counts them.
@@ -49,6 +49,8 @@ class Task:
     #: The model's method, or attribute, that matches and computes the loss.
     loss: str
     masks: bool
+    #: Makes a model's loss the same for any number of processes.
+    share_count: Callable[[nn.Module], None]
     targets: Callable[[Sequence[Mapping[str, Tensor]], int], dict[str, Any]]
     detect: Callable[[Any, tuple[int, int]], Detections]
 
@@ -106,8 +108,6 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
         classes = {"id2label": dict(id2label), "label2id": {name: label for label, name in id2label.items()}}
     try:
         if has_weights(model):
-            from deformops_models.patching import unpatch
-
             loaded = task.loader.from_pretrained(model, dtype=torch.float32, ignore_mismatched_sizes=True, **classes)
             return loaded if patched else unpatch(loaded)
         import transformers
@@ -124,18 +124,25 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
 
 
 def load_processor(task: Task, model: str, size: int | None) -> Any:
-    """Returns upstream's image processor, which fits images into a square of `size` pixels, or as it was saved."""
-    if model in CONFIGS or not (size is None or has_weights(model)):
-        model = ""
+    """Returns upstream's image processor.
+
+    Args:
+        task, model: as in `load_model`.
+        size: edge in pixels of the square that images are fitted into; None is the size that an alias's published
+            metric was measured at, or a folder's own.
+    """
     import transformers
 
     try:
-        own = task.loader.processor(model, "hub") if model else getattr(transformers, task.loader.processor_class)()
+        if model in CONFIGS:
+            processor = getattr(transformers, task.loader.processor_class)()
+        else:
+            processor = task.loader.processor(model, "hub" if Path(model).expanduser().is_dir() else "eval")
     except hub.CheckpointError as error:
         raise UsageError(f"--model {model}: {error}") from error
     if size is not None:
-        own.size = {"shortest_edge": size, "longest_edge": size}
-    return own
+        processor.size = {"shortest_edge": size, "longest_edge": size}
+    return processor
 
 
 def in_float32(model: nn.Module, task: Task) -> None:
@@ -158,6 +165,45 @@ def in_float32(model: nn.Module, task: Task) -> None:
             return compute(*args, **kwargs)
 
     setattr(model, task.loss, compute_in_float32)
+
+
+def _objects_per_process(labels: Sequence[Tensor], device: torch.device) -> Tensor:
+    from accelerate.utils import reduce
+
+    return reduce(torch.tensor(float(sum(map(len, labels))), device=device), "mean")
+
+
+def _mask2former_share_count(model: nn.Module) -> None:
+    """Divides by the objects per process; upstream divides by the number of processes once more.
+
+    Its masks' losses would grow with the number of processes, and its classes' would not. They are counted once a step:
+    upstream asks in every layer, and processes that drop different layers would wait for each other.
+    """
+    compute = model.get_loss_dict
+
+    @functools.wraps(compute)
+    def counted(*, class_labels: list[Tensor], **kwargs: Any) -> Any:
+        count = _objects_per_process(class_labels, class_labels[0].device).clamp(min=1)
+        model.criterion.get_num_masks = lambda *_, **__: count
+        return compute(class_labels=class_labels, **kwargs)
+
+    model.get_loss_dict = counted
+
+
+def _detr_share_count(model: nn.Module) -> None:
+    """As for Mask2Former, but upstream's loss lets nobody in: its result is scaled."""
+    from accelerate import PartialState
+
+    compute = model.loss_function
+
+    @functools.wraps(compute)
+    def scaled(logits: Tensor, labels: Sequence[Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        loss, parts, auxiliary = compute(logits, labels, *args, **kwargs)
+        count = _objects_per_process([target["class_labels"] for target in labels], loss.device)
+        upstreams = (count / PartialState().num_processes).clamp(min=1)
+        return loss * upstreams / count.clamp(min=1), parts, auxiliary
+
+    model.loss_function = scaled
 
 
 def checkpoint_activations(model: nn.Module) -> int:
@@ -252,6 +298,7 @@ TASKS = {
         backbone="model.pixel_level_module.encoder.",
         loss="get_loss_dict",
         masks=True,
+        share_count=_mask2former_share_count,
         targets=_mask2former_targets,
         detect=_mask2former_detect,
     ),
@@ -260,6 +307,7 @@ TASKS = {
         backbone="model.backbone.",
         loss="loss_function",
         masks=False,
+        share_count=_detr_share_count,
         targets=_detr_targets,
         detect=_detr_detect,
     ),
