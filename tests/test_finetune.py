@@ -92,12 +92,16 @@ def losses(out):
     return [tuple(row[key] for key in ("step", "loss", "grad_norm", "lr")) for row in rows]
 
 
-def command(*arguments, launcher=()):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def environment():
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments):
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "deformops_models.cli", *arguments],
+        [sys.executable, "-m", "deformops_models.cli", *arguments],
         cwd=ROOT,
-        env=env,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -107,11 +111,10 @@ def command(*arguments, launcher=()):
 def torchrun(*arguments):
     """Runs the command in two processes."""
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *launcher, "deformops_models.cli", *arguments],
         cwd=ROOT,
-        env=env,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -147,8 +150,8 @@ def test_killed_training_goes_on_as_if_it_had_not_been(mask2former, data, tmp_pa
     while len(losses(killed)) < STEPS_PER_EPOCH and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    printed, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, printed
     assert main(arguments(mask2former, data, whole, *options)) == 0
     _fresh()
     assert main(arguments(mask2former, data, killed, *options, "--resume")) == 0
@@ -348,6 +351,15 @@ def test_full_disk_is_one_error_and_leaves_the_checkpoint_before(mask2former, da
     assert "GiB are free there, the checkpoints need up to" in capsys.readouterr().err
 
 
+def test_disk_that_fills_up_between_checkpoints_is_one_error(mask2former, data, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(history.History, "add", full)
+    assert main(arguments(mask2former, data, tmp_path)) == 2
+    assert "stopped at step 1: [Errno 28] No space left on device; mend that and go on" in capsys.readouterr().err
+
+
 class _Saves:
     def save_pretrained(self, folder):
         (folder / "model.safetensors").write_bytes(b"half")
@@ -379,8 +391,17 @@ def test_numbers_that_are_not_finite_stop_with_step_and_images(name, data, tmp_p
     model = request.getfixturevalue(name)
     assert main(arguments(model, data, tmp_path, "--lr", 1e30, "--warmup", 0)) == 2
     message = capsys.readouterr().err
-    assert "step 1: the model's " in message and "not finite" in message and message.count(".jpg") == 4
+    assert "step 2: the model's " in message and "not finite" in message and message.count(".jpg") == 4
     assert "images/train/" in message and "--lr 1e+30" in message
+
+
+def test_gradient_that_is_not_finite_stops_before_the_step(mask2former, data, tmp_path, capsys, monkeypatch):
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(float("nan")))
+    assert main(arguments(mask2former, data, tmp_path)) == 2
+    message = capsys.readouterr().err
+    assert "step 1: the gradient's norm is nan" in message and message.count(".jpg") == 4
 
 
 def test_broken_data_sets(mask2former, data, tmp_path, capsys):

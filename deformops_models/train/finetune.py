@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -291,18 +292,21 @@ class _Training:
         if self.frozen is not None:
             self.frozen.eval()
         total = torch.zeros((), device=accelerator.device)
+        paths: list[str] = []
         for _ in range(self.args.accumulate):
             batch = next(batches)
             if "error" in batch:
                 raise UsageError(batch["error"])
-            with accelerator.accumulate(self.model):
-                loss = self._loss(
-                    send_to_device(batch["inputs"], accelerator.device, non_blocking=True), batch["paths"]
-                )
+            paths += batch["paths"]
+            inputs = send_to_device(batch["inputs"], accelerator.device, non_blocking=True)
+            with accelerator.accumulate(self.model), self._named(paths):
+                loss = self.model(**inputs).loss
+                _check_finite("loss", loss)
                 accelerator.backward(loss)
                 total += loss.detach()
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+                    _check_finite("gradient's norm", norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         rate = max(self.schedule.get_last_lr())
@@ -312,17 +316,16 @@ class _Training:
         mean = accelerator.reduce(total / self.args.accumulate, "mean")
         return {"loss": float(mean), "lr": rate, "grad_norm": float(norm)}
 
-    def _loss(self, inputs: dict[str, Any], paths: list[str]) -> Tensor:
+    @contextmanager
+    def _named(self, paths: list[str]) -> Iterator[None]:
+        """Adds the step and the images to an error about odd numbers."""
         try:
-            loss = self.model(**inputs).loss
-            if not loss.isfinite():
-                raise NotFiniteError(f"the loss is {float(loss)}")
+            yield
         except NotFiniteError as error:
             raise UsageError(
-                f"step {self.step}: {error}, with {', '.join(paths)}; look at these images and their annotations, or "
+                f"step {self.step + 1}: {error}, with {', '.join(paths)}; look at these images and their annotations, or "
                 f"lower --lr {self.args.lr}"
             ) from error
-        return loss
 
     @property
     def result(self) -> nn.Module:
@@ -376,6 +379,11 @@ class _Training:
 
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if not value.isfinite():
+        raise NotFiniteError(f"the {name} is {float(value)}")
 
 
 def _memory_gib() -> float:
