@@ -357,7 +357,7 @@ def test_disk_that_fills_up_between_checkpoints_is_one_error(mask2former, data, 
 
     monkeypatch.setattr(history.History, "add", full)
     assert main(arguments(mask2former, data, tmp_path)) == 2
-    assert "stopped at step 1: [Errno 28] No space left on device; mend that and go on" in capsys.readouterr().err
+    assert "stopped by [Errno 28] No space left on device; mend that and go on" in capsys.readouterr().err
 
 
 class _Saves:

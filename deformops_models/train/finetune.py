@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     task = find_task(args.model)
     accelerator = _accelerator(args)
     with quiet_transformers():
-        return _Training(args, task, accelerator).run()
+        try:
+            return _Training(args, task, accelerator).run()
+        except OSError as error:  # a full disk, most often
+            raise UsageError(f"--out {args.out}: stopped by {error}; mend that and go on with --resume") from error
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -203,17 +206,6 @@ class _Training:
 
     def run(self) -> int:
         """Trains to the end."""
-        try:
-            self._run()
-        except OSError as error:  # a full disk, most often
-            raise UsageError(f"stopped at step {self.step}: {error}; mend that and go on with --resume") from error
-        if self.accelerator.is_main_process:
-            best = f", the best AP is {self.best_score:.2f}, in {self.best}" if self.best.exists() else ""
-            self._say(f"done: step {self.step} is in {self.last}{best}")
-        self.accelerator.end_training()
-        return 0
-
-    def _run(self) -> None:
         from tqdm import tqdm
 
         args, main = self.args, self.accelerator.is_main_process
@@ -237,6 +229,11 @@ class _Training:
                     self._end_epoch()
                 if ends_epoch or (args.save_every and self.step % args.save_every == 0):
                     self._save_last()
+        if main:
+            best = f", the best AP is {self.best_score:.2f}, in {self.best}" if self.best.exists() else ""
+            self._say(f"done: step {self.step} is in {self.last}{best}")
+        self.accelerator.end_training()
+        return 0
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """All batches from this step on, through every epoch: the workers need not start again."""
@@ -323,8 +320,8 @@ class _Training:
             yield
         except NotFiniteError as error:
             raise UsageError(
-                f"step {self.step + 1}: {error}, with {', '.join(paths)}; look at these images and their annotations, or "
-                f"lower --lr {self.args.lr}"
+                f"step {self.step + 1}: {error}, with {', '.join(paths)}; look at these images and their annotations, "
+                f"or lower --lr {self.args.lr}"
             ) from error
 
     @property
