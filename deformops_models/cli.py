@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from deformops_models import __version__
 from deformops_models.console import DTYPES, UsageError, table
@@ -96,7 +96,86 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD, or the version)")
     command.set_defaults(run=_bench)
+    _add_training(commands)
     return parser
+
+
+def _add_training(commands: Any) -> None:
+    command = commands.add_parser("shapes", help="write a synthetic COCO-format data set to try finetune and eval on")
+    command.add_argument("--out", required=True, metavar="DIR", help="folder for images/ and annotations/")
+    command.add_argument(
+        "--images", type=int, default=500, metavar="N", help="for training; a fifth more for validation"
+    )
+    command.add_argument("--size", type=int, default=128, metavar="PIXELS", help="longest edge (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="of everything random (default: %(default)s)")
+    command.set_defaults(run=_shapes)
+
+    command = commands.add_parser(
+        "finetune",
+        help="train a Mask2Former or Deformable DETR of transformers on a COCO-format folder",
+        description="On several GPUs: accelerate launch -m deformops_models.cli finetune ..., or torchrun -m.",
+    )
+    command.add_argument(
+        "--model", required=True, help="alias of a checkpoint, model folder, folder with a config only, or shapes-tiny"
+    )
+    _add_data(command)
+    command.add_argument("--out", required=True, metavar="DIR", help="folder for last/, best/, log.jsonl and curve.png")
+    command.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --out, if there is one"
+    )
+    number = {"help": "default: %(default)s"}
+    command.add_argument("--epochs", type=int, default=12, metavar="N", **number)
+    command.add_argument("--batch-size", type=int, default=4, metavar="N", help="per process (default: %(default)s)")
+    command.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="batches per step (default: %(default)s)"
+    )
+    command.add_argument("--image-size", type=int, default=512, metavar="PIXELS", help="square (default: %(default)s)")
+    command.add_argument("--lr", type=float, default=1e-4, metavar="X", help="highest rate (default: %(default)s)")
+    command.add_argument("--warmup", type=int, metavar="STEPS", help="default: a twentieth, at most 500; then a cosine")
+    command.add_argument("--weight-decay", type=float, default=0.05, metavar="X", **number)
+    command.add_argument(
+        "--clip", type=float, default=1.0, metavar="NORM", help="of the gradient (default: %(default)s)"
+    )
+    command.add_argument(
+        "--backbone-scale", type=float, metavar="X", help="of the backbone's rate (default: 0.1, from scratch 1)"
+    )
+    command.add_argument("--freeze-backbone", action="store_true", help="train everything but the backbone")
+    command.add_argument(
+        "--ema", type=float, nargs="?", const=0.999, metavar="DECAY", help="evaluate and save averaged weights (0.999)"
+    )
+    command.add_argument("--no-augment", dest="augment", action="store_false", help="no mirroring, scaling, colours")
+    precision = command.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true", default=None, help="autocast (default where a GPU has it)")
+    precision.add_argument("--fp32", action="store_false", dest="bf16", help="float32 throughout")
+    command.add_argument("--compile", action="store_true", help="torch.compile the model without its loss")
+    command.add_argument("--gradient-checkpointing", action="store_true", help="less memory, more time")
+    command.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="default: after each epoch only")
+    command.add_argument("--seed", type=int, default=0, metavar="S", **number)
+    command.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    command.set_defaults(run=_finetune)
+
+    command = commands.add_parser("eval", help="COCO average precision of a checkpoint on a COCO-format folder")
+    command.add_argument("--model", required=True, help="alias of a checkpoint, or a local model folder")
+    _add_data(command)
+    command.add_argument("--split", choices=("val", "train"), default="val", help="default: %(default)s")
+    command.add_argument("--compare", action="store_true", help="evaluate the unpatched model too")
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N images")
+    command.add_argument("--image-size", type=int, metavar="PIXELS", help="default: the published or saved input size")
+    command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    command.add_argument("--dtype", type=_dtype, default="float32", help=f"of autocast: {', '.join(DTYPES)}")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_eval)
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--data",
+        required=True,
+        metavar="DIR",
+        help="holds annotations/{train,val}.json and images/{train,val}/, or COCO's own folders, as train2017/",
+    )
+    command.add_argument("--skip-broken", action="store_true", help="leave out broken images and annotations")
+    command.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read images (default: 2)")
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -153,6 +232,24 @@ def _bench(args: argparse.Namespace) -> int:
     from deformops_models.bench import run
 
     return run.run(args)
+
+
+def _shapes(args: argparse.Namespace) -> int:
+    from deformops_models.train import shapes
+
+    return shapes.run(args)
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    from deformops_models.train import finetune
+
+    return finetune.run(args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from deformops_models.train import evaluate
+
+    return evaluate.run(args)
 
 
 def main(argv: list[str] | None = None) -> int:

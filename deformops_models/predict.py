@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     loader, task = _choose_loader(args.model, args.task)
     folder = output_folder(args.out)
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             size = args.size or ("hub" if Path(args.model).expanduser().is_dir() else "eval")
             options = Options(task, args.threshold, size, device, getattr(torch, args.dtype))
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         documents, failures = [], 0
         for source, stem in tqdm(list(zip(images, _stems(images), strict=True)), unit="image", disable=_no_bar(images)):
             try:
-                image = _read(source)
+                image = read_image(source)
             except UsageError as error:
                 failures += 1
                 tqdm.write(f"deformops-models: {error}", file=sys.stderr)
@@ -147,7 +147,7 @@ def _find_images(arguments: Iterable[str]) -> list[Path]:
             raise UsageError(f"{argument}: cannot read it: {error.strerror}") from None
         found |= {file.resolve(): file for file in files}
     for file in found.values():
-        _read(file, header_only=True)
+        read_image(file, header_only=True)
     return list(found.values())
 
 
@@ -156,7 +156,7 @@ def _is_input(file: Path) -> bool:
     return file.suffix.lower() in _SUFFIXES and not hidden_or_ours and file.is_file()
 
 
-def _read(path: Path, header_only: bool = False) -> "Image | None":
+def read_image(path: Path, header_only: bool = False) -> "Image | None":
     """The image upright and in RGB.
 
     Raises:
@@ -199,7 +199,7 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
     """Which function loads the alias or folder, and its task, without loading anything."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        name = _folder_loader(folder)
+        name = folder_loader(folder)
         published = next((known for known in _POST_PROCESS if known in folder.resolve().name), "instance")
     elif model.startswith((".", "/", "~")):
         raise UsageError(f"--model {model}: no such folder")
@@ -216,7 +216,7 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
     return {"DeformableDETR": _load_deformable_detr, "DINO": _load_mmdet}[name], "object"
 
 
-def _folder_loader(folder: Path) -> str:
+def folder_loader(folder: Path) -> str:
     try:
         config = folder / "config.json"
         if not config.is_file():
@@ -406,7 +406,7 @@ def _inner_point(mask: Tensor) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keeps transformers' loading bars and warnings out of the command's output."""
     import importlib.util
 

@@ -295,7 +295,7 @@ def test_images_are_read_upright_and_in_rgb(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: rotate by 270 degrees to see it upright
     red.save(tmp_path / "turned.png", exif=exif)
-    turned = predict._read(tmp_path / "turned.png")
+    turned = predict.read_image(tmp_path / "turned.png")
     assert (turned.size, turned.getpixel((1, 0)), turned.getpixel((0, 0))) == ((2, 4), (0, 0, 255), (250, 5, 9))
 
     cases = {
@@ -308,7 +308,7 @@ def test_images_are_read_upright_and_in_rgb(tmp_path):
     }
     for name, (image, color) in cases.items():
         image.save(tmp_path / name)
-        read = predict._read(tmp_path / name)
+        read = predict.read_image(tmp_path / name)
         assert (read.mode, read.getpixel((2, 1))) == ("RGB", color), name
 
 

@@ -15,7 +15,10 @@ import deformops_models
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ["transformers", "mmcv", "mmengine", "mmdet", "timm", "accelerate", "peft"]
-BLOCKED = [*FRAMEWORKS, "triton", "torchvision", "PIL", "tqdm", "rich", "matplotlib", "safetensors", "huggingface_hub"]
+BLOCKED = [
+    *FRAMEWORKS, "triton", "torchvision", "PIL", "tqdm", "rich", "matplotlib", "safetensors", "huggingface_hub",
+    "pycocotools", "psutil",
+]  # fmt: skip
 
 
 def run(*command, cwd, expect=0, **env):
@@ -59,7 +62,7 @@ def tree(tmp_path_factory):
     for path in (*ROOT.glob("*.*"), ROOT / "LICENSE", ROOT / "Makefile"):
         if path.is_file():
             shutil.copy(path, copy)
-    for folder in ("deformops_models", "kernels", "patches", "tests"):
+    for folder in ("deformops_models", "kernels", "patches", "tests", "examples"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
@@ -106,9 +109,12 @@ def test_wheel_from_the_sdist_is_the_wheel_from_the_checkout(tree, wheel, tmp_pa
     again = build("wheel", unpacked, tmp_path / "again")
     assert files(again) == files(wheel)
     assert (unpacked / "tests" / "test_packaging.py").is_file()
+    assert (unpacked / "examples" / "finetune_loop.py").is_file()
 
 
-@pytest.mark.parametrize("code", ["deformops_models" + folder for folder in ("", ".bench", ".kernels", ".patches")])
+@pytest.mark.parametrize(
+    "code", ["deformops_models" + folder for folder in ("", ".bench", ".kernels", ".patches", ".train")]
+)
 def test_installed_wheel_is_imported_from_its_venv(installed, code, tmp_path):
     out = run(installed / "python", "-c", f"import {code} as m; print(*m.__path__, sep=chr(10))", cwd=tmp_path)
     assert [Path(line).is_relative_to(installed.parent) for line in out.splitlines()] == [True]

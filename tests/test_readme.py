@@ -36,7 +36,7 @@ def test_the_twenty_lines_run(tmp_path, capsys):
 
 def test_the_commands_exist(capsys):
     commands = set(re.findall(r"deformops-models (\w+)", TEXT))
-    assert commands == {"bench", "checkpoints", "demo", "doctor", "predict"}
+    assert commands == {"bench", "checkpoints", "demo", "doctor", "eval", "finetune", "predict", "shapes"}
     for command in commands:
         with pytest.raises(SystemExit) as leave:
             cli.main([command, "--help"])
@@ -45,5 +45,5 @@ def test_the_commands_exist(capsys):
 
 
 def test_paths_exist():
-    for path in re.findall(r"`(benchmarks/[\w./-]+)`", TEXT):
+    for path in re.findall(r"`((?:benchmarks|examples)/[\w./-]+)`", TEXT):
         assert (ROOT / path).is_file(), path

@@ -1,0 +1,341 @@
+"""COCO-format folders: finding, reading and checking them, and the images and targets that training draws from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from deformops_models.console import UsageError
+from deformops_models.predict import read_image
+
+#: Where a split's annotations and images lie below the data folder: `shapes`' own layout, and COCO's.
+LAYOUTS = (
+    ("annotations/{0}.json", "images/{0}"),
+    ("annotations/instances_{0}2017.json", "{0}2017"),
+    ("annotations/instances_{0}2017.json", "images/{0}2017"),
+)
+_SLACK = 1.0  # pixels by which a box may leave its image: published data sets round
+_ORIENTATION = 0x0112  # EXIF tag; above 4, the picture is stored on its side
+_NAMED = 3  # problems that an error spells out
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with an image or an annotation."""
+
+    kind: str
+    where: str
+    image_id: Any = None
+    annotation_id: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a data set, checked. Labels number the categories from 0 in the order of their ids.
+
+    `annotations` holds the objects of each image id, crowds included.
+    """
+
+    file: Path
+    folder: Path
+    images: list[dict[str, Any]]
+    annotations: Mapping[Any, list[dict[str, Any]]]
+    categories: list[dict[str, Any]]
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        return {label: category["name"] for label, category in enumerate(self.categories)}
+
+    @property
+    def labels(self) -> dict[Any, int]:
+        """From category id to label."""
+        return {category["id"]: label for label, category in enumerate(self.categories)}
+
+    def path(self, index: int) -> Path:
+        return self.folder / self.images[index]["file_name"]
+
+    def objects(self, index: int) -> list[dict[str, Any]]:
+        """What a model is trained to find in an image: everything but crowds."""
+        return [a for a in self.annotations.get(self.images[index]["id"], []) if not a.get("iscrowd")]
+
+
+def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False) -> Split:
+    """Finds, reads and checks one split of a data folder.
+
+    Args:
+        root: the folder; `LAYOUTS` says what is looked for in it.
+        split: "train" or "val".
+        masks: every object needs a segmentation.
+        skip_broken: leave out broken images and annotations, which are in the result's `problems`.
+
+    Raises:
+        UsageError: there is no such split, its JSON is not COCO's, or something is broken and is not to be skipped.
+    """
+    file, folder = _find(Path(root).expanduser(), split)
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        images, annotations, categories = (document[key] for key in ("images", "annotations", "categories"))
+        categories = sorted(({"id": c["id"], "name": str(c["name"])} for c in categories), key=lambda c: c["id"])
+    except OSError as error:
+        raise UsageError(f"{file}: cannot read it: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file}: not COCO's format: {type(error).__name__} {error}") from None
+    problems = list(_check_images(file, folder, images))
+    broken = {problem.image_id for problem in problems}
+    images = [image for image in images if image.get("id") not in broken]
+    sizes = {image["id"]: (image["height"], image["width"]) for image in images}
+    known = {category["id"] for category in categories}
+    kept = defaultdict(list)
+    for annotation in annotations:
+        if annotation.get("image_id") in broken:
+            continue
+        if kind := _annotation_problem(annotation, sizes, known, masks):
+            where = f"{file}: annotation {annotation.get('id')} of image {annotation.get('image_id')}"
+            problems.append(Problem(kind, where, annotation.get("image_id"), annotation.get("id")))
+        else:
+            kept[annotation["image_id"]].append(annotation)
+    if problems and not skip_broken:
+        more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
+        raise UsageError(
+            f"--data {root}: {'; '.join(map(str, problems[:_NAMED]))}{more}; mend them, or leave them out with "
+            "--skip-broken"
+        )
+    if not images:
+        raise UsageError(f"{file}: it names no image that can be used")
+    return Split(file, folder, images, dict(kept), categories, problems)
+
+
+def count_problems(problems: list[Problem]) -> str:
+    """Says how many of each kind there are, such as "2 x box is outside the image"."""
+    kinds = Counter(problem.kind.partition(":")[0] for problem in problems)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())
+
+
+def _find(root: Path, split: str) -> tuple[Path, Path]:
+    if not root.is_dir():
+        raise UsageError(f"--data {root}: no such folder")
+    for file, folder in LAYOUTS:
+        pair = root / file.format(split), root / folder.format(split)
+        if pair[0].is_file() and pair[1].is_dir():
+            return pair
+    wanted = "; or ".join(f"{file} with {folder}/" for file, folder in LAYOUTS).format(split)
+    raise UsageError(f"--data {root}: no {split} split in it; needed is {wanted}")
+
+
+def _check_images(file: Path, folder: Path, images: list[dict[str, Any]]) -> Iterator[Problem]:
+    from tqdm import tqdm
+
+    seen = set()
+    for image in tqdm(images, desc=f"check {file.name}", unit="image", leave=False, disable=None, delay=1):
+        identity = image.get("id")
+        if (
+            kind := "id is missing or used twice"
+            if identity is None or identity in seen
+            else _image_problem(folder, image)
+        ):
+            yield Problem(kind, f"{file}: image {identity} ({folder / str(image.get('file_name'))})", identity)
+        seen.add(identity)
+
+
+def _image_problem(folder: Path, image: Mapping[str, Any]) -> str | None:
+    from PIL import Image
+
+    if not all(isinstance(image.get(key), int) and image[key] > 0 for key in ("height", "width")):
+        return "height or width is missing"
+    if not image.get("file_name"):
+        return "file_name is missing"
+    try:
+        with Image.open(folder / image["file_name"]) as opened:
+            size = opened.size[:: -1 if opened.getexif().get(_ORIENTATION, 1) > 4 else 1]
+    except FileNotFoundError:
+        return "no such file"
+    except (OSError, Image.DecompressionBombError) as error:
+        return f"not a readable image: {error}"
+    expected = (image["width"], image["height"])
+    if size != expected:
+        return f"size differs: the file has {size[0]}x{size[1]}, the annotations {expected[0]}x{expected[1]}"
+    return None
+
+
+def _annotation_problem(
+    annotation: Mapping[str, Any], sizes: Mapping[Any, tuple[int, int]], known: set[Any], masks: bool
+) -> str | None:
+    if annotation.get("image_id") not in sizes:
+        return "unknown image_id"
+    if annotation.get("category_id") not in known:
+        return f"unknown category: {annotation.get('category_id')}"
+    height, width = sizes[annotation["image_id"]]
+    box = annotation.get("bbox")
+    if not (isinstance(box, list) and len(box) == 4 and all(_is_number(x) for x in box)):
+        return f"box is not four finite numbers: {box}"
+    x, y, w, h = box
+    if x < -_SLACK or y < -_SLACK or x + w > width + _SLACK or y + h > height + _SLACK:
+        return f"box is outside the image: {box} in {width}x{height}"
+    if w <= 0 or h <= 0 or annotation.get("area", 1) <= 0:
+        return f"area is zero: box {box}, area {annotation.get('area')}"
+    if masks:
+        return _segmentation_problem(annotation.get("segmentation"), height, width)
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and math.isfinite(x)
+
+
+def _segmentation_problem(segmentation: Any, height: int, width: int) -> str | None:
+    if not segmentation:
+        return "segmentation is missing"
+    if isinstance(segmentation, list):
+        if all(
+            isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0 and all(map(_is_number, p)) for p in segmentation
+        ):
+            return None
+        return "polygon is not a list of three or more x, y pairs"
+    if not isinstance(segmentation, dict) or list(segmentation.get("size", ())) != [height, width]:
+        return f"run lengths are not of the image's size: {width}x{height}"
+    counts = segmentation.get("counts")
+    if isinstance(counts, list):
+        if sum(counts) != height * width or min(counts) < 0:
+            return f"run lengths do not add up to the image's pixels: {sum(counts)}"
+        return None if sum(counts[1::2]) else "area is zero: empty run lengths"
+    return None if isinstance(counts, str) and counts else "run lengths are missing"
+
+
+def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
+    """Returns the pixels (H, W) of uint8 of polygons, or of run lengths, compressed or not."""
+    from pycocotools import mask as coco_mask
+
+    if isinstance(segmentation, list):
+        return coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(segmentation, height, width)))
+    if isinstance(segmentation["counts"], list):
+        segmentation = coco_mask.frPyObjects(segmentation, height, width)
+    return coco_mask.decode(segmentation)
+
+
+class TrainingImages(Dataset):
+    """Square training inputs with their targets.
+
+    An item is asked for by (epoch, index), and its augmentation depends on these and the seed only: whatever process
+    or worker makes it, before or after an interruption, it is the same.
+
+    Args:
+        split: what to read.
+        masks: masks as targets in place of boxes.
+        size: edge of the square in pixels.
+        augment: mirror, scale and crop, change colours; otherwise fit the whole image into the square.
+        mean, std: for normalisation, 3 each.
+        seed: of the augmentation.
+    """
+
+    def __init__(
+        self, split: Split, *, masks: bool, size: int, augment: bool, mean: list[float], std: list[float], seed: int
+    ) -> None:
+        from torchvision.transforms import v2
+        from torchvision.tv_tensors import Image, Mask
+
+        self.split, self.masks, self.augment, self.seed = split, masks, augment, seed
+        # The padding becomes zero when it is normalised.
+        fill = {Image: [round(255 * x) for x in mean], Mask: 0}
+        steps = [v2.ScaleJitter((size, size), scale_range=(0.5, 2.0) if augment else (1.0, 1.0), antialias=True)]
+        steps += [v2.RandomCrop((size, size), pad_if_needed=True, fill=fill)]
+        if augment:
+            steps += [v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)]
+        steps += [v2.ToDtype({Image: torch.float32, "others": None}, scale=True), v2.Normalize(mean, std)]
+        self.transform = v2.Compose(steps)
+
+    def __len__(self) -> int:
+        return len(self.split.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any] | UsageError:
+        """Returns image (3, S, S), labels (N,), boxes (N, 4) as x0, y0, x1, y1 or masks (N, S, S), and the path.
+
+        An error is returned, not raised: raised in a worker it would be a traceback.
+        """
+        epoch, index = key
+        try:
+            inputs = self._read(index)
+        except UsageError as error:
+            return error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(mix(self.seed, epoch if self.augment else 0, index))
+            sample = self.transform(inputs)
+        if self.masks:
+            visible = sample["masks"].bool().flatten(1).any(1)
+        else:
+            x0, y0, x1, y1 = sample["boxes"].unbind(1)
+            visible = (x1 - x0 >= 1) & (y1 - y0 >= 1)
+        kept = {key: sample[key].as_subclass(Tensor)[visible] for key in ("labels", "masks" if self.masks else "boxes")}
+        return {"image": sample["image"].as_subclass(Tensor), "path": str(self.split.path(index)), **kept}
+
+    def _read(self, index: int) -> dict[str, Any]:
+        from torchvision import tv_tensors
+
+        image = read_image(self.split.path(index))
+        objects, labels = self.split.objects(index), self.split.labels
+        sample: dict[str, Any] = {
+            "image": tv_tensors.Image(image),
+            "labels": torch.tensor([labels[a["category_id"]] for a in objects], dtype=torch.int64),
+        }
+        if self.masks:
+            height, width = image.height, image.width
+            masks = [torch.from_numpy(decode(a["segmentation"], height, width)) for a in objects]
+            sample["masks"] = tv_tensors.Mask(torch.stack(masks) if masks else torch.zeros(0, height, width).byte())
+        else:
+            boxes = torch.tensor([a["bbox"] for a in objects], dtype=torch.float32).view(-1, 4)
+            boxes[:, 2:] += boxes[:, :2]
+            sample["boxes"] = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(image.height, image.width))
+        return sample
+
+
+class Batches(Sampler):
+    """The (epoch, index) keys of one process's batches, from batch `start` of the whole training to its end.
+
+    In every epoch all images come once in a new order; the last global batch is filled up from the epoch's beginning.
+    One process with a batch of `world * size` sees the images that `world` processes see together.
+
+    Args:
+        images: number of images.
+        size: images per batch of one process.
+        per_epoch: batches per epoch of one process.
+        start, stop: first batch, and the one after the last.
+        rank, world: which process of how many.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, images: int, size: int, per_epoch: int, start: int, stop: int, rank: int, world: int, seed: int
+    ) -> None:
+        self.images, self.size, self.per_epoch, self.seed = images, size, per_epoch, seed
+        self.start, self.stop, self.rank, self.world = start, stop, rank, world
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        shuffled, order = -1, np.empty(0, dtype=int)
+        for batch in range(self.start, self.stop):
+            epoch, k = divmod(batch, self.per_epoch)
+            if epoch != shuffled:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.images)
+                shuffled = epoch
+            first = (k * self.world + self.rank) * self.size
+            yield [(epoch, int(order[i % self.images])) for i in range(first, first + self.size)]
+
+
+def mix(*numbers: int) -> int:
+    """A seed for torch out of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -1,0 +1,210 @@
+"""COCO average precision of a model on one split, and `deformops-models eval`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from deformops_models.backend import call_counts
+from deformops_models.console import UsageError, pick_device, require, table
+from deformops_models.patching import unpatch
+from deformops_models.predict import quiet_transformers, read_image
+from deformops_models.train.coco import Split, count_problems, decode, read_split
+from deformops_models.train.tasks import Task, find_task, has_weights, load_model, load_processor
+
+#: The first entries of pycocotools' statistics.
+METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the average precision of `args.model` on `args.data`; see `cli` for the arguments."""
+    require("finetune", "transformers", "torchvision", "pycocotools", "tqdm")
+    if args.limit is not None and args.limit < 1:
+        raise UsageError(f"--limit {args.limit}: the least is 1")
+    device = pick_device(args.device)
+    task = find_task(args.model)
+    if not has_weights(args.model):
+        raise UsageError(f"--model {args.model}: it has no weights to evaluate")
+    split = read_split(args.data, args.split, masks=task.masks, skip_broken=args.skip_broken)
+    if split.problems:
+        print(f"left out: {count_problems(split.problems)}")
+    indices = range(len(split.images))[: args.limit]
+    rows: dict[str, dict[str, float | None]] = {}
+    with quiet_transformers():
+        model = load_model(task, args.model, None).to(device).eval()
+        processor = load_processor(task, args.model, args.image_size)
+        labels = _category_ids(args.model, model.config.id2label, split)
+        for name in ("patched", "unpatched") if args.compare else ("patched",):
+            if name == "unpatched":
+                unpatch(model)
+            before, start = call_counts["msda_forward"], time.perf_counter()
+            found = detect(model, processor, task, split, indices, getattr(torch, args.dtype), labels, args.workers)
+            speed = len(indices) / (time.perf_counter() - start)
+            rows[name] = average_precision(split, found, task.metric, indices) | {"images/s": speed}
+            if name == "patched" and call_counts["msda_forward"] == before:
+                print("the patched model ran upstream's own forward, as it does without a GPU")
+    if args.json:
+        print(
+            json.dumps({"model": args.model, "data": args.data, "images": len(indices), "metric": task.metric, **rows})
+        )
+    else:
+        print(f"{task.metric} AP of {args.model} on {len(indices)} images of {split.file}")
+        columns = [*METRICS, "images/s"]
+        print(table([("", *columns), *((name, *(_cell(row[c]) for c in columns)) for name, row in rows.items())]))
+    return 0
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list[Any]:
+    """The data set's category id of each of the model's labels, or None; by name, by count, or by COCO's own ids."""
+    by_name = {category["name"].casefold(): category["id"] for category in split.categories}
+    names = [id2label[label].casefold() for label in range(len(id2label))]
+    ids = [category["id"] for category in split.categories]
+    if set(by_name) <= set(names):
+        return [by_name.get(name) for name in names]
+    if len(ids) == len(names):
+        return ids
+    if all(isinstance(i, int) and 0 <= i < len(names) for i in ids) and len(names) == 91:  # COCO's ids go to 90
+        return [i if i in ids else None for i in range(len(names))]
+    missing = sorted(set(by_name) - set(names))
+    raise UsageError(
+        f"--model {model}: it knows {len(names)} classes, but not {', '.join(missing[:3])} of {split.file}"
+    )
+
+
+class _Images(Dataset):
+    """Inputs of an image processor with the image's size (H, W) and index."""
+
+    def __init__(self, split: Split, indices: Iterable[int], processor: Any) -> None:
+        self.split, self.indices, self.processor = split, list(indices), processor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, k: int) -> tuple[int, tuple[int, int], Any] | UsageError:
+        index = self.indices[k]
+        try:
+            image = read_image(self.split.path(index))
+        except UsageError as error:
+            return error
+        return index, (image.height, image.width), self.processor(images=image, return_tensors="pt")["pixel_values"]
+
+
+@torch.no_grad()  # inference mode would leave tensors in upstream's caches that training cannot use
+def detect(
+    model: nn.Module,
+    processor: Any,
+    task: Task,
+    split: Split,
+    indices: Iterable[int],
+    dtype: torch.dtype,
+    category_ids: list[Any],
+    workers: int = 0,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Runs a model on images, one at a time, since padding to a common size would change what it sees.
+
+    Args:
+        model: in eval mode, in float32.
+        processor: upstream's image processor.
+        task, split: of the model and of the data.
+        indices: which images of the split.
+        dtype: of autocast; float32 is none.
+        category_ids: of each label; detections of labels without one are dropped.
+        workers: processes that read images.
+        quiet: shows no progress bar.
+
+    Returns:
+        Detections in COCO's result format.
+    """
+    from tqdm import tqdm
+
+    device = next(model.parameters()).device
+    images = _Images(split, indices, processor)
+    loader = DataLoader(images, batch_size=None, num_workers=workers)
+    results: list[dict[str, Any]] = []
+    for item in tqdm(loader, desc="evaluate", unit="image", leave=False, disable=quiet or None):
+        if isinstance(item, UsageError):
+            raise item
+        index, size, pixels = item
+        mask = pixels.new_ones(pixels.shape[0], *pixels.shape[-2:], dtype=torch.int64)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            outputs = model(pixel_values=pixels.to(device), pixel_mask=mask.to(device))
+        results += _as_results(task.detect(outputs, size), split.images[index]["id"], category_ids)
+    return results
+
+
+def _as_results(found: Any, image_id: Any, category_ids: list[Any]) -> list[dict[str, Any]]:
+    from pycocotools import mask as coco_mask
+
+    rows = []
+    for k, (label, score) in enumerate(zip(found.labels.tolist(), found.scores.tolist(), strict=True)):
+        row = {"image_id": image_id, "category_id": category_ids[label], "score": score}
+        if row["category_id"] is None or not math.isfinite(score):
+            continue
+        if found.masks is not None:
+            row["segmentation"] = coco_mask.encode(np.asfortranarray(found.masks[k].numpy(), dtype=np.uint8))
+        else:
+            x0, y0, x1, y1 = found.boxes[k].tolist()
+            row["bbox"] = [x0, y0, x1 - x0, y1 - y0]
+        rows.append(row)
+    return rows
+
+
+def average_precision(
+    split: Split, results: list[dict[str, Any]], metric: str, indices: Iterable[int]
+) -> dict[str, float | None]:
+    """Returns pycocotools' statistics in percent; None where the split has no object of the kind.
+
+    Args:
+        split: with the true objects.
+        results: as `detect` gives them.
+        metric: "segm" or "bbox".
+        indices: images that were looked at.
+    """
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    images = [split.images[i] for i in indices]
+    truth = COCO()
+    truth.dataset = {
+        "images": images,
+        "categories": split.categories,
+        "annotations": _truth(split, images, metric),
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        if not results:
+            return dict.fromkeys(METRICS, 0.0 if truth.dataset["annotations"] else None)
+        evaluator = COCOeval(truth, truth.loadRes([dict(row) for row in results]), metric)
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+    stats = evaluator.stats[: len(METRICS)]
+    return {name: 100 * float(x) if x >= 0 else None for name, x in zip(METRICS, stats, strict=True)}
+
+
+def _truth(split: Split, images: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Annotations with the fields that pycocotools reads, which not every data set has."""
+    rows = []
+    for image in images:
+        for annotation in split.annotations.get(image["id"], []):
+            row = {"iscrowd": 0, "area": annotation["bbox"][2] * annotation["bbox"][3], **annotation}
+            if metric == "segm" and "area" not in annotation:
+                row["area"] = int(decode(annotation["segmentation"], image["height"], image["width"]).sum())
+            rows.append({**row, "id": len(rows) + 1})
+    return rows

@@ -1,0 +1,392 @@
+"""`deformops-models finetune`: training on a COCO-format folder with Accelerate.
+
+Every random number of a step follows from the seed, the step and the process, and every image's augmentation from the
+seed, the epoch and the image. So a training that goes on from a checkpoint needs no state of any generator, and does
+what the uninterrupted one would have done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from deformops_models.console import UsageError, output_folder, require
+from deformops_models.predict import quiet_transformers
+from deformops_models.train import checkpoint
+from deformops_models.train.coco import Batches, Split, TrainingImages, count_problems, mix, read_split
+from deformops_models.train.evaluate import average_precision, detect
+from deformops_models.train.history import History
+from deformops_models.train.tasks import (
+    NotFiniteError,
+    Task,
+    checkpoint_activations,
+    find_task,
+    has_weights,
+    in_float32,
+    load_model,
+    load_processor,
+    parameter_groups,
+)
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+#: Arguments on which the losses depend: a training goes on with the same.
+_SAME = (
+    "model", "epochs", "batch_size", "accumulate", "lr", "weight_decay", "warmup", "clip", "backbone_scale",
+    "image_size", "augment", "freeze_backbone", "ema", "seed",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; see `cli` for the arguments.
+
+    Raises:
+        UsageError: something was wrong before the first step, or stopped the training; the message says which.
+    """
+    require("finetune", "transformers", "torchvision", "accelerate", "pycocotools", "matplotlib", "tqdm")
+    _check_numbers(args)
+    task = find_task(args.model)
+    accelerator = _accelerator(args)
+    with quiet_transformers():
+        try:
+            return _Training(args, task, accelerator).run()
+        except OSError as error:  # a full disk, most often
+            raise UsageError(f"--out {args.out}: stopped by {error}; mend that and go on with --resume") from error
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    at_least_one = ("epochs", "batch_size", "accumulate")
+    for name in (*at_least_one, "workers", "seed", "warmup", "save_every"):
+        if (value := getattr(args, name)) is not None and value < (name in at_least_one):
+            raise UsageError(f"--{name.replace('_', '-')} {value}: the least is {int(name in at_least_one)}")
+    for name in ("lr", "clip"):
+        if getattr(args, name) <= 0:
+            raise UsageError(f"--{name} {getattr(args, name)}: it has to be positive")
+    if args.ema is not None and not 0 < args.ema < 1:
+        raise UsageError(f"--ema {args.ema}: it is a decay between 0 and 1, such as 0.999")
+    if args.image_size < 32 or args.image_size % 32:
+        raise UsageError(f"--image-size {args.image_size}: use a multiple of 32")
+
+
+def _accelerator(args: argparse.Namespace) -> Accelerator:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+
+    if args.device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device {args.device}: use cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs")
+    cpu = args.device == "cpu" or not torch.cuda.is_available()
+    if cpu and args.device == "cuda":
+        raise UsageError("--device cuda: no CUDA GPU can be used here; leave --device out or use --device cpu")
+    native = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.bf16 and not native and not cpu:
+        name = torch.cuda.get_device_name()
+        raise UsageError(f"--bf16: {name} has no bfloat16 of its own, only an emulation that is slow; use --fp32")
+    half = native if args.bf16 is None else args.bf16
+    # Swin as a backbone has a last norm that nothing reads.
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision="bf16" if half else "no",
+        gradient_accumulation_steps=args.accumulate,
+        kwargs_handlers=[ddp],
+    )
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        raise UsageError(f"accelerate is set to {accelerator.distributed_type.value}: only DDP is supported here")
+    return accelerator
+
+
+class _Training:
+    """One training, from the check of the data to the last checkpoint."""
+
+    def __init__(self, args: argparse.Namespace, task: Task, accelerator: Accelerator) -> None:
+        self.args, self.task, self.accelerator = args, task, accelerator
+        self.out = output_folder(args.out)
+        self.last, self.best = self.out / "last", self.out / "best"
+        self.train, self.val = (self._read(split) for split in ("train", "val"))
+        if self.train.categories != self.val.categories:
+            raise UsageError(f"{self.train.file} and {self.val.file} have different categories")
+        micro_batch = args.batch_size * accelerator.num_processes
+        self.steps_per_epoch = -(-len(self.train.images) // (micro_batch * args.accumulate))
+        self.steps = args.epochs * self.steps_per_epoch
+        self.images_per_step = micro_batch * args.accumulate
+        self._restore_or_begin()
+
+    def _read(self, name: str) -> Split:
+        split = read_split(self.args.data, name, masks=self.task.masks, skip_broken=self.args.skip_broken)
+        if split.problems and self.accelerator.is_main_process:
+            record = self.out / f"skipped-{name}.txt"
+            record.write_text("".join(f"{problem}\n" for problem in split.problems), encoding="utf-8")
+            self._say(f"left out of {name}: {count_problems(split.problems)}; listed in {record}")
+        return split
+
+    def _restore_or_begin(self) -> None:
+        """Builds model, optimizer and schedule, anew or as the last checkpoint has them."""
+        args, main = self.args, self.accelerator.is_main_process
+        if main:
+            checkpoint.recover(self.best)
+            checkpoint.recover(self.last)
+        self.accelerator.wait_for_everyone()
+        state = checkpoint.load_state(self.last)
+        if state and not args.resume:
+            raise UsageError(f"--out {args.out}: it holds a training at step {state['step']}; add --resume to go on")
+        torch.manual_seed(args.seed)
+        source = str(self.last) if state else args.model
+        scratch = not has_weights(args.model)
+        if args.backbone_scale is None:
+            args.backbone_scale = 1.0 if scratch else 0.1
+        self._check_same(state)
+        model = load_model(self.task, source, self.train.id2label)
+        # Two of each while one replaces the other: weights, averaged ones and Adam's moments in `last`; `best`.
+        checkpoint.check_space(self.out, model, copies=2 * (4 + 1))
+        self.processor = load_processor(self.task, source, args.image_size)
+        self.average = None
+        if args.ema:
+            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema))
+            self.average.requires_grad_(False).to(self.accelerator.device)
+            self.average.n_averaged.fill_(state["step"] if state else 0)
+        self._prepare(model, state)
+        self.step, self.best_score = (state["step"], state["best"]) if state else (0, -1.0)
+        if main:
+            self.history = History(self.out / "log.jsonl", self.step)
+            verb = f"goes on at step {self.step} of" if state else "starts:"
+            self._say(
+                f"{args.model} {verb} {self.steps} steps of {self.images_per_step} images, {args.epochs} epochs of "
+                f"{len(self.train.images)} images, {self.accelerator.num_processes} process(es), "
+                f"{self.accelerator.mixed_precision.replace('no', 'fp32')} on {self.accelerator.device}"
+            )
+
+    def _check_same(self, state: Mapping[str, Any] | None) -> None:
+        self.settings = {name: getattr(self.args, name) for name in _SAME}
+        self.settings["images"] = len(self.train.images)
+        self.settings["processes"] = self.accelerator.num_processes
+        for name, before in (state["settings"] if state else {}).items():
+            if before != (now := self.settings[name]):
+                option = f"--{name.replace('_', '-')}" if name in _SAME else f"number of {name}"
+                raise UsageError(
+                    f"{option} {now}: the training in {self.args.out} had {before}; go on with that, or choose another "
+                    "--out"
+                )
+
+    def _prepare(self, model: nn.Module, state: Mapping[str, Any] | None) -> None:
+        from transformers import get_cosine_schedule_with_warmup
+
+        args = self.args
+        if state and "weights" in state:
+            model.load_state_dict(state["weights"])
+        self.frozen = model.get_submodule(self.task.backbone.rstrip(".")) if args.freeze_backbone else None
+        if self.frozen is not None:
+            self.frozen.requires_grad_(False)
+        if args.gradient_checkpointing:
+            checkpoint_activations(model)
+        if args.compile:
+            model.model.compile()
+        self.task.share_count(model)
+        in_float32(model, self.task)
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
+        )
+        self.core = model
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        warmup = min(500, self.steps // 20) if args.warmup is None else args.warmup
+        self.schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.steps)
+        if state:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
+
+    def run(self) -> int:
+        """Trains to the end."""
+        from tqdm import tqdm
+
+        args, main = self.args, self.accelerator.is_main_process
+        batches = self._batches()
+        bar = tqdm(initial=self.step, total=self.steps, unit="step", disable=None if main else True)
+        with bar:
+            while self.step < self.steps:
+                start = time.perf_counter()
+                row = self._step(batches)
+                self.step += 1
+                if main:
+                    speed, memory = self.images_per_step / (time.perf_counter() - start), _memory_gib()
+                    epoch = (self.step - 1) // self.steps_per_epoch + 1
+                    self.history.add(
+                        step=self.step, epoch=epoch, **row, images_per_s=round(speed, 2), memory_gib=round(memory, 3)
+                    )
+                    bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:.1f} images/s, {memory:.2f} GiB")
+                bar.update()
+                ends_epoch = self.step % self.steps_per_epoch == 0
+                if ends_epoch:
+                    self._end_epoch()
+                if ends_epoch or (args.save_every and self.step % args.save_every == 0):
+                    self._save_last()
+        if main:
+            best = f", the best AP is {self.best_score:.2f}, in {self.best}" if self.best.exists() else ""
+            self._say(f"done: step {self.step} is in {self.last}{best}")
+        self.accelerator.end_training()
+        return 0
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        """All batches from this step on, through every epoch: the workers need not start again."""
+        args, accelerator = self.args, self.accelerator
+        images = TrainingImages(
+            self.train,
+            masks=self.task.masks,
+            size=args.image_size,
+            augment=args.augment,
+            mean=list(self.processor.image_mean),
+            std=list(self.processor.image_std),
+            seed=args.seed,
+        )
+        batches = Batches(
+            len(images),
+            args.batch_size,
+            per_epoch=self.steps_per_epoch * args.accumulate,
+            start=self.step * args.accumulate,
+            stop=self.steps * args.accumulate,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            seed=args.seed,
+        )
+        cuda = accelerator.device.type == "cuda"
+        return iter(
+            DataLoader(
+                images, batch_sampler=batches, num_workers=args.workers, collate_fn=self._collate, pin_memory=cuda
+            )
+        )
+
+    def _collate(self, samples: Sequence[dict[str, Any] | UsageError]) -> dict[str, Any]:
+        for sample in samples:
+            if isinstance(sample, UsageError):
+                return {"error": str(sample)}
+        pixels = torch.stack([sample["image"] for sample in samples])
+        return {
+            "paths": [sample["path"] for sample in samples],
+            "inputs": {
+                "pixel_values": pixels,
+                # The padding is part of the square: the processor's inputs have none, in one image at a time.
+                "pixel_mask": torch.ones(len(samples), *pixels.shape[-2:], dtype=torch.int64),
+                **self.task.targets(samples, self.args.image_size),
+            },
+        }
+
+    def _step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
+        """One optimizer step; returns its loss, averaged over all processes, its highest rate and gradient norm."""
+        from accelerate.utils import send_to_device
+
+        accelerator = self.accelerator
+        torch.manual_seed(mix(self.args.seed, self.step, accelerator.process_index))
+        self.model.train()
+        if self.frozen is not None:
+            self.frozen.eval()
+        total = torch.zeros((), device=accelerator.device)
+        paths: list[str] = []
+        for _ in range(self.args.accumulate):
+            batch = next(batches)
+            if "error" in batch:
+                raise UsageError(batch["error"])
+            paths += batch["paths"]
+            inputs = send_to_device(batch["inputs"], accelerator.device, non_blocking=True)
+            with accelerator.accumulate(self.model), self._named(paths):
+                loss = self.model(**inputs).loss
+                _check_finite("loss", loss)
+                accelerator.backward(loss)
+                total += loss.detach()
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+                    _check_finite("gradient's norm", norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        rate = max(self.schedule.get_last_lr())
+        self.schedule.step()
+        if self.average is not None:
+            self.average.update_parameters(self.core)
+        mean = accelerator.reduce(total / self.args.accumulate, "mean")
+        return {"loss": float(mean), "lr": rate, "grad_norm": float(norm)}
+
+    @contextmanager
+    def _named(self, paths: list[str]) -> Iterator[None]:
+        """Adds the step and the images to an error about odd numbers."""
+        try:
+            yield
+        except NotFiniteError as error:
+            raise UsageError(
+                f"step {self.step + 1}: {error}, with {', '.join(paths)}; look at these images and their annotations, "
+                f"or lower --lr {self.args.lr}"
+            ) from error
+
+    @property
+    def result(self) -> nn.Module:
+        """The model that is evaluated and saved."""
+        return self.average.module if self.average is not None else self.core
+
+    def _end_epoch(self) -> None:
+        """Measures the average precision, and keeps the model if it is the best so far."""
+        from accelerate.utils import broadcast_object_list, gather_object
+
+        accelerator = self.accelerator
+        shares = range(accelerator.process_index, len(self.val.images), accelerator.num_processes)
+        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+        ids = [category["id"] for category in self.val.categories]
+        model = self.result.eval()
+        # Training has one input shape, which is what --compile is for; here nearly every image has another.
+        with torch.compiler.set_stance("force_eager"):
+            found = detect(
+                model, self.processor, self.task, self.val, shares, dtype, ids, self.args.workers,
+                quiet=not accelerator.is_main_process,
+            )  # fmt: skip
+        found = gather_object(found)
+        if accelerator.is_main_process:
+            scores = average_precision(self.val, found, self.task.metric, range(len(self.val.images)))
+            epoch = self.step // self.steps_per_epoch
+            self.history.add(step=self.step, epoch=epoch, metric=self.task.metric, **scores)
+            self.history.draw(self.out / "curve.png")
+            if scores["AP"] is not None and scores["AP"] > self.best_score:
+                self.best_score = scores["AP"]
+                checkpoint.save(self.best, model, self.processor)
+            shown = ", ".join(f"{name} {scores[name]:.2f}" for name in ("AP", "AP50") if scores[name] is not None)
+            self._say(f"epoch {epoch}: {self.task.metric} {shown or 'AP unknown: val has no objects'}")
+        [self.best_score] = broadcast_object_list([self.best_score])
+
+    def _save_last(self) -> None:
+        if self.accelerator.is_main_process:
+            state = {
+                "step": self.step,
+                "best": self.best_score,
+                "settings": self.settings,
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+            }
+            if self.average is not None:
+                state["weights"] = self.core.state_dict()
+            checkpoint.save(self.last, self.result, self.processor, state)
+        self.accelerator.wait_for_everyone()
+
+    def _say(self, text: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if not value.isfinite():
+        raise NotFiniteError(f"the {name} is {float(value)}")
+
+
+def _memory_gib() -> float:
+    """The most that this process has had on its GPU, else what it has in main memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import psutil
+
+    return psutil.Process(os.getpid()).memory_info().rss / 2**30

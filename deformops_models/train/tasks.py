@@ -1,0 +1,334 @@
+"""What differs between Mask2Former and Deformable DETR: loading, targets, loss, and detections out of outputs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deformops_models import hub
+from deformops_models.console import UsageError
+from deformops_models.patching import patch, unpatch
+from deformops_models.predict import folder_loader
+
+#: As the evaluator counts them.
+MAX_DETECTIONS = 100
+
+
+class NotFiniteError(RuntimeError):
+    """A model gave numbers that are not finite."""
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What a model found in one image: labels (N,), scores (N,), and boxes (N, 4) as x0, y0, x1, y1 or masks (N, H, W).
+
+    Everything is on the CPU; boxes are in pixels.
+    """
+
+    labels: Tensor
+    scores: Tensor
+    boxes: Tensor | None = None
+    masks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One family of models."""
+
+    loader: Any
+    #: Beginning of the names of the backbone's parameters.
+    backbone: str
+    #: The model's method, or attribute, that matches and computes the loss.
+    loss: str
+    masks: bool
+    #: Makes a model's loss the same for any number of processes.
+    share_count: Callable[[nn.Module], None]
+    targets: Callable[[Sequence[Mapping[str, Tensor]], int], dict[str, Any]]
+    detect: Callable[[Any, tuple[int, int]], Detections]
+
+    @property
+    def metric(self) -> str:
+        """pycocotools' name of what is compared."""
+        return "segm" if self.masks else "bbox"
+
+
+def find_task(model: str) -> Task:
+    """Which task the alias, repo id or folder is for, without loading anything.
+
+    Raises:
+        UsageError: there is no such model, or it is not one of transformers' that can be trained here.
+    """
+    if model in CONFIGS:
+        return TASKS["Mask2Former"]
+    path = Path(model).expanduser()
+    if path.is_dir():
+        name = folder_loader(path)
+    elif model.startswith((".", "/", "~")):
+        raise UsageError(f"--model {model}: no such folder")
+    else:
+        try:
+            name = hub.find_checkpoint(model).loader
+        except hub.CheckpointError as error:
+            raise UsageError(f"--model: {error}; or build one from scratch: {', '.join(CONFIGS)}") from None
+    if name not in TASKS:
+        raise UsageError(f"--model {model}: it is mmdet's, which has its own tools; use one of transformers'")
+    return TASKS[name]
+
+
+def has_weights(model: str) -> bool:
+    """Whether training starts from weights, not from a config alone."""
+    if model in CONFIGS:
+        return False
+    path = Path(model).expanduser()
+    return not path.is_dir() or any(file for ending in ("*.safetensors", "*.bin") for file in path.glob(ending))
+
+
+def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patched: bool = True) -> nn.Module:
+    """Returns the model in float32 on the CPU.
+
+    Args:
+        task: the model's.
+        model: alias, folder, folder with a config and no weights, or a name in `CONFIGS`.
+        id2label: its classes; the classifier starts anew where their number differs. None keeps the model's own.
+        patched: False leaves upstream's model as it is.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    classes: dict[str, Any] = {}
+    if id2label is not None:
+        classes = {"id2label": dict(id2label), "label2id": {name: label for label, name in id2label.items()}}
+    try:
+        if has_weights(model):
+            loaded = task.loader.from_pretrained(model, dtype=torch.float32, ignore_mismatched_sizes=True, **classes)
+            return loaded if patched else unpatch(loaded)
+        import transformers
+
+        upstream = getattr(transformers, task.loader.model_class)
+        if model in CONFIGS:
+            config = CONFIGS[model](**classes)
+        else:
+            config = upstream.config_class.from_pretrained(Path(model).expanduser(), **classes)
+        built = upstream(config)
+        return patch(built) if patched else built
+    except hub.CheckpointError as error:
+        raise UsageError(f"--model {model}: {error}") from error
+
+
+def load_processor(task: Task, model: str, size: int | None) -> Any:
+    """Returns upstream's image processor.
+
+    Args:
+        task, model: as in `load_model`.
+        size: edge in pixels of the square that images are fitted into; None is the size that an alias's published
+            metric was measured at, or a folder's own.
+    """
+    import transformers
+
+    try:
+        if model in CONFIGS:
+            processor = getattr(transformers, task.loader.processor_class)()
+        else:
+            processor = task.loader.processor(model, "hub" if Path(model).expanduser().is_dir() else "eval")
+    except hub.CheckpointError as error:
+        raise UsageError(f"--model {model}: {error}") from error
+    if size is not None:
+        processor.size = {"shortest_edge": size, "longest_edge": size}
+    return processor
+
+
+def in_float32(model: nn.Module, task: Task) -> None:
+    """Makes this model compute its matching and its loss in float32 without autocast, and refuse odd numbers there.
+
+    The matcher would hide a NaN, and box losses stop at one with another message.
+    """
+    compute = getattr(model, task.loss)
+    names = list(inspect.signature(compute).parameters)
+
+    @functools.wraps(compute)
+    def compute_in_float32(*args: Any, **kwargs: Any) -> Any:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if not all(
+                t.isfinite().all() for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()
+            ):
+                raise NotFiniteError(f"the model's {name} are not finite")
+        args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            return compute(*args, **kwargs)
+
+    setattr(model, task.loss, compute_in_float32)
+
+
+def _objects_per_process(labels: Sequence[Tensor], device: torch.device) -> Tensor:
+    from accelerate.utils import reduce
+
+    return reduce(torch.tensor(float(sum(map(len, labels))), device=device), "mean")
+
+
+def _mask2former_share_count(model: nn.Module) -> None:
+    """Divides by the objects per process; upstream divides by the number of processes once more.
+
+    Its masks' losses would grow with the number of processes, and its classes' would not. They are counted once a step:
+    upstream asks in every layer, and processes that drop different layers would wait for each other.
+    """
+    compute = model.get_loss_dict
+
+    @functools.wraps(compute)
+    def counted(*, class_labels: list[Tensor], **kwargs: Any) -> Any:
+        count = _objects_per_process(class_labels, class_labels[0].device).clamp(min=1)
+        model.criterion.get_num_masks = lambda *_, **__: count
+        return compute(class_labels=class_labels, **kwargs)
+
+    model.get_loss_dict = counted
+
+
+def _detr_share_count(model: nn.Module) -> None:
+    """As for Mask2Former, but upstream's loss lets nobody in: its result is scaled."""
+    from accelerate import PartialState
+
+    compute = model.loss_function
+
+    @functools.wraps(compute)
+    def scaled(logits: Tensor, labels: Sequence[Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        loss, parts, auxiliary = compute(logits, labels, *args, **kwargs)
+        count = _objects_per_process([target["class_labels"] for target in labels], loss.device)
+        upstreams = (count / PartialState().num_processes).clamp(min=1)
+        return loss * upstreams / count.clamp(min=1), parts, auxiliary
+
+    model.loss_function = scaled
+
+
+def checkpoint_activations(model: nn.Module) -> int:
+    """Makes every innermost layer that upstream can checkpoint run again in the backward pass.
+
+    Mask2Former itself refuses upstream's switch for a whole model, though its layers and its backbone's have it.
+
+    Returns:
+        The number of layers.
+    """
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inner = [m for m in layers if not any(isinstance(c, GradientCheckpointingLayer) for c in list(m.modules())[1:])]
+    for layer in inner:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    return len(inner)
+
+
+def parameter_groups(
+    model: nn.Module, task: Task, lr: float, weight_decay: float, backbone_scale: float
+) -> list[dict[str, Any]]:
+    """Sorts the trainable parameters by learning rate and decay, found by their names.
+
+    The backbone has `backbone_scale` of `lr`; sampling offsets and reference points have a tenth, as their authors
+    trained them; vectors (norms, biases) and embeddings do not decay.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        scale = 1.0
+        if name.startswith(task.backbone):
+            scale = backbone_scale
+        elif "sampling_offsets" in name or "reference_points" in name:
+            scale = 0.1
+        embedding = id(parameter) in embeddings or "level_embed" in name or "position_bias_table" in name
+        decay = 0.0 if embedding or parameter.ndim <= 1 else weight_decay
+        groups.setdefault((lr * scale, decay), []).append(parameter)
+    return [{"params": ps, "lr": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
+
+
+def _mask2former_targets(samples: Sequence[Mapping[str, Tensor]], size: int) -> dict[str, Any]:
+    return {
+        "mask_labels": [sample["masks"].float() for sample in samples],
+        "class_labels": [sample["labels"] for sample in samples],
+    }
+
+
+def _detr_targets(samples: Sequence[Mapping[str, Tensor]], size: int) -> dict[str, Any]:
+    from torchvision.ops import box_convert
+
+    boxes = [box_convert(sample["boxes"], "xyxy", "cxcywh") / size for sample in samples]
+    return {"labels": [{"class_labels": s["labels"], "boxes": b} for s, b in zip(samples, boxes, strict=True)]}
+
+
+def _mask2former_detect(outputs: Any, size: tuple[int, int]) -> Detections:
+    """The best (query, class) pairs; a score is the class's probability times the mask's mean one inside it.
+
+    Upstream's own post-processing makes every mask 384x384 first and gives a query one class.
+    """
+    scores = outputs.class_queries_logits[0].float().softmax(-1)[:, :-1]
+    best = scores.flatten().topk(min(MAX_DETECTIONS, scores.numel()))
+    queries, labels = best.indices // scores.shape[1], best.indices % scores.shape[1]
+    logits = nn.functional.interpolate(
+        outputs.masks_queries_logits[:, queries].float(), size, mode="bilinear", align_corners=False
+    )[0]
+    masks = logits > 0
+    inside = (logits.sigmoid() * masks).sum((1, 2)) / masks.sum((1, 2)).clamp(min=1)
+    return Detections(labels.cpu(), (best.values * inside).cpu(), masks=masks.cpu())
+
+
+def _detr_detect(outputs: Any, size: tuple[int, int]) -> Detections:
+    """The best (query, class) pairs."""
+    from torchvision.ops import box_convert
+
+    scores = outputs.logits[0].float().sigmoid()
+    best = scores.flatten().topk(min(MAX_DETECTIONS, scores.numel()))
+    queries, labels = best.indices // scores.shape[1], best.indices % scores.shape[1]
+    height, width = size
+    boxes = box_convert(outputs.pred_boxes[0, queries].float(), "cxcywh", "xyxy")
+    boxes = boxes * boxes.new_tensor([width, height, width, height])
+    return Detections(labels.cpu(), best.values.cpu(), boxes=boxes.cpu())
+
+
+TASKS = {
+    "Mask2Former": Task(
+        loader=hub.Mask2Former,
+        backbone="model.pixel_level_module.encoder.",
+        loss="get_loss_dict",
+        masks=True,
+        share_count=_mask2former_share_count,
+        targets=_mask2former_targets,
+        detect=_mask2former_detect,
+    ),
+    "DeformableDETR": Task(
+        loader=hub.DeformableDETR,
+        backbone="model.backbone.",
+        loss="loss_function",
+        masks=False,
+        share_count=_detr_share_count,
+        targets=_detr_targets,
+        detect=_detr_detect,
+    ),
+}
+
+
+def _shapes_tiny(**classes: Any) -> Any:
+    """A Mask2Former of 1.1 M parameters on a small Swin."""
+    from transformers import Mask2FormerConfig, SwinConfig
+
+    width = 64
+    backbone = SwinConfig(
+        embed_dim=24, depths=[1, 1, 2, 1], num_heads=[1, 2, 4, 8], window_size=4, drop_path_rate=0.0,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    return Mask2FormerConfig(
+        backbone_config=backbone, feature_size=width, mask_feature_size=width, hidden_dim=width,
+        encoder_feedforward_dim=4 * width, dim_feedforward=4 * width, encoder_layers=2, decoder_layers=3,
+        num_attention_heads=4, num_queries=20, train_num_points=1024, **classes,
+    )  # fmt: skip
+
+
+#: Small models that are trained from scratch, by the name that --model takes.
+CONFIGS: dict[str, Callable[..., Any]] = {"shapes-tiny": _shapes_tiny}

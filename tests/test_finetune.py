@@ -1,0 +1,493 @@
+"""`finetune` and `eval` on tiny real models: kills, resumption, several processes, what a checkpoint is, errors."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+for module in ("transformers", "torchvision", "pycocotools", "accelerate", "matplotlib", "psutil"):
+    pytest.importorskip(module)
+
+import transformers  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from deformops_models.cli import main  # noqa: E402
+from deformops_models.train import checkpoint, history, tasks  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZE = 64
+STEPS_PER_EPOCH = 4
+COMMON = ("--device", "cpu", "--fp32", "--workers", "0", "--image-size", SIZE)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate():
+    """Accelerate's state is one per process; upstream's losses look at it."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    assert main(["shapes", "--out", str(folder), "--images", "16", "--size", str(SIZE), "--seed", "4"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mask2former(tmp_path_factory):
+    """A folder with the config of a small Mask2Former and no weights."""
+    backbone = transformers.SwinConfig(
+        embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = transformers.Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
+        encoder_layers=1, num_attention_heads=2, dim_feedforward=32, decoder_layers=2, num_queries=10,
+        train_num_points=500, dropout=0.1,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("mask2former")
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deformable_detr(tmp_path_factory):
+    """A folder with a small Deformable DETR of another number of classes, without dropout."""
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = transformers.DeformableDetrConfig(
+        backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_labels=3,
+        num_feature_levels=3, with_box_refine=True, auxiliary_loss=True, dropout=0.0, attention_dropout=0.0,
+        activation_dropout=0.0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("deformable-detr")
+    torch.manual_seed(3)
+    transformers.DeformableDetrForObjectDetection(config).save_pretrained(folder)
+    transformers.DeformableDetrImageProcessor().save_pretrained(folder)
+    return folder
+
+
+def arguments(model, data, out, *more):
+    chosen = ("--model", model, "--data", data, "--out", out, "--epochs", 2, "--batch-size", 4, "--lr", 1e-3)
+    return ["finetune", *map(str, (*chosen, *COMMON, *more))]
+
+
+def losses(out):
+    """(step, loss, gradient norm, rate) of each step in the log."""
+    rows = [row for row in history.read(out / "log.jsonl") if "loss" in row]
+    return [tuple(row[key] for key in ("step", "loss", "grad_norm", "lr")) for row in rows]
+
+
+def environment():
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "deformops_models.cli", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def torchrun(*arguments):
+    """Runs the command in two processes."""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
+    done = subprocess.run(
+        [sys.executable, *launcher, "deformops_models.cli", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+WITHOUT_US = """
+    import json, sys
+    import torch
+    sys.modules["deformops_models"] = None  # its import fails, as if not installed
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation as Model
+
+    model, loaded = Model.from_pretrained({folder!r}, output_loading_info=True)
+    assert not any(loaded.values()), loaded
+    processor = AutoImageProcessor.from_pretrained({folder!r})
+    inputs = processor(Image.new("RGB", (80, 60)), return_tensors="pt")
+    assert max(inputs["pixel_values"].shape[2:]) == 64
+    with torch.no_grad():
+        outputs = model.eval()(**inputs)
+    assert processor.post_process_instance_segmentation(outputs, target_sizes=[(60, 80)])
+    print(json.dumps(model.config.id2label))
+"""
+
+
+def test_killed_training_goes_on_as_if_it_had_not_been(mask2former, data, tmp_path):
+    options = ("--save-every", 1, "--ema", 0.9, "--accumulate", 2, "--batch-size", 2)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = command(*arguments(mask2former, data, killed, *options, "--workers", 1))
+    while len(losses(killed)) < STEPS_PER_EPOCH and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    printed, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, printed
+    assert main(arguments(mask2former, data, whole, *options)) == 0
+    _fresh()
+    assert main(arguments(mask2former, data, killed, *options, "--resume")) == 0
+
+    expected = losses(whole)
+    assert [step for step, *_ in expected] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert losses(killed) == expected
+    scores = [[row for row in history.read(out / "log.jsonl") if "AP" in row] for out in (whole, killed)]
+    assert scores[0] == scores[1] and len(scores[0]) == 2
+    for name in ("last", "best"):
+        assert {p.name for p in (killed / name).iterdir()} >= {"config.json", "model.safetensors"}
+    assert (killed / "last" / "model.safetensors").read_bytes() == (whole / "last" / "model.safetensors").read_bytes()
+    with Image.open(killed / "curve.png") as picture:
+        assert picture.size[0] > 500
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT_US).format(folder=str(killed / "last"))],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    names = ["circle", "square", "triangle", "star", "cross", "ring"]
+    assert json.loads(out.splitlines()[-1]) == {str(i): name for i, name in enumerate(names)}
+
+
+def _fresh():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _two_images_one_empty(data, folder):
+    """Every step of two processes with one image each gives one of them nothing to find."""
+    for split in ("train", "val"):
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        (folder / "images" / split).symlink_to(data / "images" / split)
+        document = json.loads((data / "annotations" / f"{split}.json").read_text())
+        document["images"] = document["images"][:2]
+        full = max((a["image_id"] for a in document["annotations"] if a["image_id"] <= 2), default=None)
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] == full]
+        (folder / "annotations").mkdir(exist_ok=True)
+        (folder / "annotations" / f"{split}.json").write_text(json.dumps(document))
+        assert len(document["annotations"]) > 1
+    return folder
+
+
+def test_two_processes_one_without_objects_train_as_one(deformable_detr, data, tmp_path):
+    small = _two_images_one_empty(data, tmp_path / "small")
+    options = ("--epochs", 3, "--no-augment")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(arguments(deformable_detr, small, one, *options, "--batch-size", 2)) == 0
+    out = torchrun(*arguments(deformable_detr, small, two, *options, "--batch-size", 1))
+    assert "2 process(es)" in out and out.count("done: step 3") == 1
+    for ours, theirs in zip(losses(two), losses(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert losses(two)[0] == pytest.approx(losses(one)[0], rel=1e-5)
+
+
+def test_mask2former_in_two_processes(mask2former, data, tmp_path):
+    small = _two_images_one_empty(data, tmp_path / "small")
+    config = json.loads((mask2former / "config.json").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    # Upstream drops whole layers at this rate, and their losses with them.
+    (model / "config.json").write_text(json.dumps(config | {"dropout": 0.0}))
+    options = ("--epochs", 3, "--no-augment")
+    assert main(arguments(model, small, tmp_path / "one", *options, "--batch-size", 2)) == 0
+    torchrun(*arguments(model, small, tmp_path / "two", *options, "--batch-size", 1))
+    for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        # Points are drawn at random, and upstream averages classes in each process; twice as much would be a fault.
+        assert ours[1] == pytest.approx(theirs[1], rel=0.2)
+    assert transformers.Mask2FormerForUniversalSegmentation.from_pretrained(tmp_path / "two" / "last")
+
+
+def test_options_that_change_how_and_not_what(mask2former, data, tmp_path, capsys):
+    """Checkpointed layers give the same losses; autocast, frozen backbone, skipped objects and eval just work."""
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    options = ("--epochs", 1, "--no-augment", "--freeze-backbone")
+    assert main(arguments(mask2former, data, plain, *options)) == 0
+    _fresh()
+    assert main(arguments(mask2former, data, other, *options, "--gradient-checkpointing")) == 0
+    for ours, theirs in zip(losses(other), losses(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    torch.manual_seed(0)
+    fresh = tasks.load_model(tasks.TASKS["Mask2Former"], str(mask2former), None)
+    trained = transformers.Mask2FormerForUniversalSegmentation.from_pretrained(plain / "last")
+    before = dict(fresh.named_parameters())
+    for name, parameter in trained.named_parameters():
+        frozen = name.startswith("model.pixel_level_module.encoder.")
+        assert not frozen or torch.equal(parameter, before[name]), name
+    capsys.readouterr()
+    model = ("--model", str(plain / "best"), "--data", str(data), "--device", "cpu", "--workers", "0")
+    assert main(["eval", *model, "--limit", "2", "--compare", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["images"], report["metric"]) == (2, "segm")
+    assert report["patched"]["AP"] == report["unpatched"]["AP"] is not None
+    assert main(["eval", *model, "--split", "train", "--limit", "1"]) == 0
+    assert "segm AP of" in capsys.readouterr().out
+
+
+def test_autocast_leaves_matching_and_loss_in_float32(mask2former, data, tmp_path):
+    seen = []
+    task = tasks.TASKS["Mask2Former"]
+    model = tasks.load_model(task, str(mask2former), None)
+    compute = model.get_loss_dict
+    model.get_loss_dict = lambda **kw: (seen.append((kw["masks_queries_logits"].dtype, _autocast())), compute(**kw))[1]
+    tasks.in_float32(model, task)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(
+            pixel_values=torch.randn(1, 3, SIZE, SIZE),
+            mask_labels=[torch.ones(1, SIZE, SIZE)],
+            class_labels=[torch.tensor([0])],
+        )
+    assert seen == [(torch.float32, False)] and outputs.masks_queries_logits.dtype == torch.bfloat16
+
+
+def _autocast():
+    return torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
+def test_parameter_groups_are_found_by_name_in_patched_models(name, request):
+    folder = request.getfixturevalue(name)
+    task = tasks.find_task(str(folder))
+    model = tasks.load_model(task, str(folder), None)
+    upstream = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    groups = tasks.parameter_groups(model, task, lr=1.0, weight_decay=0.5, backbone_scale=0.25)
+    rates = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert len(rates) == len(upstream) == sum(len(g["params"]) for g in groups)
+    slow = [n for n, p in upstream.items() if rates[id(p)][0] == 0.1]
+    assert slow and all("sampling_offsets" in n or "reference_points" in n for n in slow)
+    backbone = {n for n, p in upstream.items() if rates[id(p)][0] == 0.25}
+    assert backbone == {n for n in upstream if n.startswith(task.backbone)} and len(backbone) > 5
+    still = {n for n, p in upstream.items() if rates[id(p)][1] == 0}
+    assert still == {
+        n for n, p in upstream.items()
+        if p.ndim == 1 or n.endswith(("level_embed", "position_bias_table"))
+        or any(k in n for k in ("level_embed.", "query_position_embeddings.", "queries_embedder.", "queries_features."))
+    }  # fmt: skip
+
+
+def test_tiny_config_fits_six_megabytes():
+    model = tasks.load_model(tasks.TASKS["Mask2Former"], "shapes-tiny", {i: str(i) for i in range(6)})
+    assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) < 6e6
+
+
+# Folders that are replaced whole
+
+
+def _write(folder, text):
+    with checkpoint.whole_folder(folder) as new:
+        (new / "file").write_text(text)
+
+
+def test_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    folder, new, old = (tmp_path / name for name in ("last", ".last.new", ".last.old"))
+
+    def recovered():
+        checkpoint.recover(folder)
+        assert not new.exists() and not old.exists()
+        return (folder / "file").read_text()
+
+    _write(folder, "1")
+    with pytest.raises(ZeroDivisionError), checkpoint.whole_folder(folder) as temporary:
+        (temporary / "file").write_text("2")
+        raise ZeroDivisionError
+    assert recovered() == "1"
+    new.mkdir()  # killed while writing
+    (new / "file").write_text("half")
+    assert recovered() == "1"
+    folder.rename(old)  # killed between the renames
+    new.mkdir()
+    (new / "file").write_text("2")
+    assert recovered() == "2"
+    folder.rename(new)  # killed before the old one was removed
+    new.rename(folder)
+    old.mkdir()
+    assert recovered() == "2"
+    _write(folder, "3")
+    assert recovered() == "3"
+
+
+def test_full_disk_is_one_error_and_leaves_the_checkpoint_before(mask2former, data, tmp_path, capsys, monkeypatch):
+    assert main(arguments(mask2former, data, tmp_path, "--epochs", 1)) == 0
+    before = (tmp_path / "last" / "model.safetensors").read_bytes()
+    _fresh()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    capsys.readouterr()
+    out = tmp_path / "last"
+    with pytest.raises(checkpoint.UsageError, match=r"cannot write the checkpoint .*last: .*No space left on device"):
+        checkpoint.save(out, _Saves(), _Saves(), {})
+    assert (out / "model.safetensors").read_bytes() == before
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    assert main(arguments(mask2former, data, tmp_path / "new", "--epochs", 1)) == 2
+    assert "GiB are free there, the checkpoints need up to" in capsys.readouterr().err
+
+
+def test_disk_that_fills_up_between_checkpoints_is_one_error(mask2former, data, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(history.History, "add", full)
+    assert main(arguments(mask2former, data, tmp_path)) == 2
+    assert "stopped by [Errno 28] No space left on device; mend that and go on" in capsys.readouterr().err
+
+
+class _Saves:
+    def save_pretrained(self, folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+
+
+# Errors
+
+
+def test_going_on_needs_resume_and_the_same_arguments(mask2former, data, tmp_path, capsys):
+    run = arguments(mask2former, data, tmp_path, "--epochs", 1)
+    assert main([*run, "--resume"]) == 0  # nothing to go on from yet: starts
+    before = losses(tmp_path)
+    for more, message in (
+        ([], "holds a training at step 4; add --resume"),
+        (["--resume", "--lr", "0.5"], "--lr 0.5: the training in"),
+        (["--resume", "--batch-size", "2"], "--batch-size 2: the training in"),
+    ):
+        _fresh()
+        capsys.readouterr()
+        assert main([*run, *more]) == 2
+        assert message in capsys.readouterr().err
+    _fresh()
+    assert main([*run, "--resume"]) == 0
+    assert "done: step 4" in capsys.readouterr().out and losses(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
+def test_numbers_that_are_not_finite_stop_with_step_and_images(name, data, tmp_path, capsys, request):
+    model = request.getfixturevalue(name)
+    assert main(arguments(model, data, tmp_path, "--lr", 1e30, "--warmup", 0)) == 2
+    message = capsys.readouterr().err
+    assert "step 2: the model's " in message and "not finite" in message and message.count(".jpg") == 4
+    assert "images/train/" in message and "--lr 1e+30" in message
+
+
+def test_gradient_that_is_not_finite_stops_before_the_step(mask2former, data, tmp_path, capsys, monkeypatch):
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(float("nan")))
+    assert main(arguments(mask2former, data, tmp_path)) == 2
+    message = capsys.readouterr().err
+    assert "step 1: the gradient's norm is nan" in message and message.count(".jpg") == 4
+
+
+def test_broken_data_sets(mask2former, data, tmp_path, capsys):
+    import shutil
+
+    broken = shutil.copytree(data, tmp_path / "broken")
+    file = broken / "annotations" / "train.json"
+    document = json.loads(file.read_text())
+    document["annotations"][3]["category_id"] = 99
+    file.write_text(json.dumps(document))
+    (broken / "images" / "train" / "000002.jpg").unlink()
+    out = tmp_path / "out"
+    assert main(arguments(mask2former, broken, out)) == 2
+    message = capsys.readouterr().err
+    assert "000002.jpg" in message and "no such file" in message and "--skip-broken" in message
+    assert not (out / "log.jsonl").exists()
+    _fresh()
+    assert main(arguments(mask2former, broken, out, "--epochs", 1, "--skip-broken")) == 0
+    assert "left out of train: 1 x no such file, 1 x unknown category" in capsys.readouterr().out
+    assert (out / "skipped-train.txt").read_text().count("\n") == 2
+    cut = broken / "images" / "train" / "000004.jpg"
+    cut.write_bytes(cut.read_bytes()[:900])
+    _fresh()
+    assert main(arguments(mask2former, broken, tmp_path / "cut", "--skip-broken", "--workers", 1)) == 2
+    assert "000004.jpg: cannot read it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--epochs", 0], "--epochs 0: the least is 1"),
+        (["--workers", -1], "--workers -1: the least is 0"),
+        (["--lr", 0], "--lr 0.0: it has to be positive"),
+        (["--ema", 2], "--ema 2.0: it is a decay between 0 and 1"),
+        (["--image-size", 100], "--image-size 100: use a multiple of 32"),
+        (["--model", "mask3former"], "unknown checkpoint 'mask3former'"),
+        (["--model", "./nowhere"], "--model ./nowhere: no such folder"),
+        (["--model", "dino-4scale-r50"], "mmdet"),
+        (["--data", "/nowhere"], "--data /nowhere: no such folder"),
+        (["--device", "tpu"], "--device tpu: use cpu or cuda"),
+        (["--bf16"], "not allowed with argument"),
+    ],
+)
+def test_arguments_are_checked_before_anything_runs(options, message, mask2former, data, tmp_path, capsys):
+    from deformops_models import checkpoints
+
+    mmdet = next(row.alias for row in checkpoints() if row.framework == "mmdet")
+    options = [mmdet if option == "dino-4scale-r50" else option for option in options]
+    assert main(arguments(mask2former, data, tmp_path / "out", *options)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_gpu_that_emulates_bfloat16_is_refused(mask2former, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    run = arguments(mask2former, data, tmp_path / "out")
+    run = [a for a in run if a not in ("--fp32", "--device", "cpu")]
+    assert main([*run, "--bf16"]) == 2
+    assert "--bf16: Tesla T4 has no bfloat16 of its own" in capsys.readouterr().err
+
+
+def test_eval_needs_weights_and_known_classes(mask2former, deformable_detr, data, capsys):
+    common = ("--data", str(data), "--device", "cpu", "--workers", "0")
+    assert main(["eval", "--model", str(mask2former), *common]) == 2
+    assert "it has no weights to evaluate" in capsys.readouterr().err
+    assert main(["eval", "--model", str(deformable_detr), *common]) == 2
+    assert "it knows 3 classes, but not circle, cross, ring" in capsys.readouterr().err
+
+
+# Examples
+
+
+@pytest.mark.parametrize(("script", "model"), [("loop", "deformable_detr"), ("trainer", "mask2former")])
+def test_examples(script, model, data, tmp_path, monkeypatch, capsys, request):
+    file = ROOT / "examples" / f"finetune_{script}.py"
+    assert len(file.read_text().splitlines()) < 60
+    folder = request.getfixturevalue(model)
+    task = tasks.find_task(str(folder))
+    start = tasks.load_model(task, str(folder), None, patched=False)
+    start.save_pretrained(tmp_path / "start")
+    tasks.load_processor(task, str(folder), SIZE).save_pretrained(tmp_path / "start")
+    paths = ("--model", tmp_path / "start", "--data", data, "--out", tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", [str(file), *map(str, paths)])
+    runpy.run_path(str(file), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.count("loss") >= STEPS_PER_EPOCH
+    assert getattr(transformers, task.loader.model_class).from_pretrained(tmp_path / "out").config.num_labels == 6
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()

@@ -1,0 +1,362 @@
+"""COCO-format folders: the generator, reading, checking, augmentation, order, and average precision."""
+
+import copy
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+for module in ("transformers", "torchvision", "pycocotools"):
+    pytest.importorskip(module)
+
+from deformops_models.cli import main  # noqa: E402
+from deformops_models.console import UsageError  # noqa: E402
+from deformops_models.train import coco, evaluate, shapes, tasks  # noqa: E402
+
+SIZE = 64
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    assert main(["shapes", "--out", str(folder), "--images", "12", "--size", str(SIZE), "--seed", "4"]) == 0
+    return folder
+
+
+@pytest.fixture
+def broken(data, tmp_path):
+    """A copy of the data set, and a function that rewrites its train annotations."""
+    folder = shutil.copytree(data, tmp_path / "broken")
+    file = folder / "annotations" / "train.json"
+
+    def rewrite(change):
+        document = json.loads(file.read_text())
+        change(document)
+        file.write_text(json.dumps(document))
+        return str(folder)
+
+    rewrite.folder = folder
+    return rewrite
+
+
+def images(split, **options):
+    options = {"masks": True, "size": SIZE, "augment": True, "mean": [0.5] * 3, "std": [0.25] * 3, "seed": 1} | options
+    return coco.TrainingImages(split, **options)
+
+
+# The generator
+
+
+def test_shapes_depend_on_the_seed_only(data, tmp_path):
+    for folder, count, seed in (("same", 12, 4), ("fewer", 5, 4), ("other", 12, 5)):
+        argv = ["shapes", "--out", str(tmp_path / folder), "--images", str(count), "--size", str(SIZE)]
+        assert main([*argv, "--seed", str(seed)]) == 0
+
+    def read(folder, name):
+        return (folder / name).read_bytes()
+
+    picture, annotations = "images/train/000003.jpg", "annotations/train.json"
+    assert read(data, annotations) == read(tmp_path / "same", annotations)
+    for folder in ("same", "fewer"):
+        assert read(data, picture) == read(tmp_path / folder, picture)
+    assert read(data, picture) != read(tmp_path / "other", picture)
+    assert read(data, picture) != read(data, "images/val/000001.jpg")
+
+
+def test_shapes_overlap_and_their_masks_do_not():
+    overlaps, kinds, empty = 0, set(), 0
+    for k in range(100):
+        pixels, objects = shapes.scene(np.random.default_rng(k), SIZE)
+        height, width = pixels.shape[:2]
+        masks = [coco.decode(o["segmentation"], height, width).astype(bool) for o in objects]
+        kinds |= {type(o["segmentation"]) for o in objects}
+        empty += not objects
+        assert sum(masks, np.zeros((height, width), int)).max() <= 1
+        for mask, o in zip(masks, objects, strict=True):
+            assert mask.sum() == o["area"] >= 6
+            (y0, x0), (y1, x1) = np.argwhere(mask).min(0), np.argwhere(mask).max(0) + 1
+            assert o["bbox"] == [x0, y0, x1 - x0, y1 - y0]
+            assert pixels[mask].std(0).max() < 12  # one colour with its grain
+        overlaps += any(isinstance(o["segmentation"], dict) and o["category_id"] != 6 for o in objects)
+    assert kinds == {list, dict} and overlaps > 10 and 0 < empty < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--images", "0"], "--images 0: the least is 1"),
+        (["--size", "8"], "--size 8: the least is 32"),
+        (["--seed", "-1"], "--seed -1: the least is 0"),
+    ],
+)
+def test_shapes_refuses(arguments, message, tmp_path, capsys):
+    assert main(["shapes", "--out", str(tmp_path / "new"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_does_not_overwrite(data, capsys):
+    assert main(["shapes", "--out", str(data)]) == 2
+    assert "holds a data set already" in capsys.readouterr().err
+
+
+# Reading and checking
+
+
+def test_cocos_own_layout_is_the_same_data_set(data, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "annotations").mkdir(exist_ok=True)
+        shutil.copy(data / f"annotations/{split}.json", tmp_path / f"annotations/instances_{split}2017.json")
+        shutil.copytree(data / f"images/{split}", tmp_path / f"{split}2017")
+        ours, theirs = (coco.read_split(str(root), split, masks=True) for root in (data, tmp_path))
+        assert theirs.images == ours.images and theirs.annotations == ours.annotations
+        assert theirs.path(1) == tmp_path / f"{split}2017" / "000001.jpg"
+
+
+def test_labels_follow_the_order_of_category_ids(broken):
+    def change(document):
+        document["categories"] = [{"id": 10 * c["id"], "name": c["name"]} for c in reversed(document["categories"])]
+        for annotation in document["annotations"]:
+            annotation["category_id"] *= 10
+
+    split = coco.read_split(broken(change), "train", masks=True)
+    assert list(split.id2label.values()) == list(shapes.SHAPES)
+    assert split.labels == {10 * (label + 1): label for label in range(6)}
+
+
+def test_crowds_are_no_targets_and_images_without_objects_stay(broken):
+    def change(document):
+        for annotation in document["annotations"]:
+            annotation["iscrowd"] = int(annotation["image_id"] <= 2)
+
+    split = coco.read_split(broken(change), "train", masks=True)
+    assert len(split.images) == 12 and split.objects(0) == split.objects(1) == []
+    for masks, shape in ((True, (0, SIZE, SIZE)), (False, (0, 4))):
+        sample = images(split, masks=masks)[0, 1]
+        assert sample["masks" if masks else "boxes"].shape == shape
+        assert sample["labels"].shape == (0,) and sample["image"].shape == (3, SIZE, SIZE)
+
+
+def _first(**values):
+    return lambda document: document["annotations"][0].update(values)
+
+
+def _image(**values):
+    return lambda document: document["images"][1].update(values)
+
+
+RLE = {"size": [9, 9], "counts": [81]}
+BROKEN = {
+    "box is outside the image: [50, 0, 40, 10] in": _first(bbox=[50, 0, 40, 10]),
+    "box is not four finite numbers: [1, 2, 3]": _first(bbox=[1, 2, 3]),
+    "box is not four finite numbers: [nan,": _first(bbox=[float("nan"), 1, 2, 3]),
+    "unknown category: 77": _first(category_id=77),
+    "unknown image_id": _first(image_id=999),
+    "area is zero: box [1, 1, 0, 5]": _first(bbox=[1, 1, 0, 5]),
+    "area is zero: box": _first(area=0),
+    "segmentation is missing": _first(segmentation=[]),
+    "polygon is not a list of three or more": _first(segmentation=[[1, 2, 3, 4]]),
+    "run lengths are not of the image's size": _first(segmentation=RLE),
+    "no such file": _image(file_name="gone.jpg"),
+    "file_name is missing": _image(file_name=None),
+    "size differs: the file has": _image(width=63, height=62),
+    "height or width is missing": _image(height=None),
+    "id is missing or used twice": _image(id=1),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_what_is_broken_is_named_or_skipped(message, broken):
+    root = broken(BROKEN[message])
+    with pytest.raises(UsageError) as caught:
+        coco.read_split(root, "train", masks=True)
+    assert message in str(caught.value) and "train.json" in str(caught.value) and "--skip-broken" in str(caught.value)
+    about_image = BROKEN[message].__qualname__.startswith("_image")
+    assert ("image " if about_image else "annotation 1 ") in str(caught.value)
+    split = coco.read_split(root, "train", masks=True, skip_broken=True)
+    assert f"1 x {split.problems[0].kind.partition(':')[0]}" in coco.count_problems(split.problems)
+    whole = coco.read_split(str(broken.folder), "val", masks=True)
+    assert not whole.problems
+
+
+def test_picture_on_its_side_has_its_upright_size(broken):
+    from PIL import Image
+
+    file = broken.folder / "images" / "train" / "000001.jpg"
+    with Image.open(file) as image:
+        upright = image.size
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        image.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
+    split = coco.read_split(str(broken.folder), "train", masks=True)
+    assert (split.images[1]["width"], split.images[1]["height"]) == upright
+    assert images(split)[0, 1]["image"].shape == (3, SIZE, SIZE)
+
+
+def test_unreadable_json_and_missing_folders(broken, tmp_path):
+    file = broken.folder / "annotations" / "train.json"
+    for content, message in (("{", "not COCO's format"), ('{"images": []}', "not COCO's format: KeyError")):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            coco.read_split(str(broken.folder), "train", masks=True)
+    with pytest.raises(UsageError, match="no such folder"):
+        coco.read_split(str(tmp_path / "nowhere"), "train", masks=True)
+    file.unlink()
+    with pytest.raises(UsageError, match=r"no train split in it; needed is annotations/train.json with images/train/"):
+        coco.read_split(str(broken.folder), "train", masks=True)
+
+
+def test_the_three_ways_to_write_a_mask():
+    from pycocotools import mask as coco_mask
+
+    pixels = np.zeros((6, 9), np.uint8, order="F")
+    pixels[1:4, 2:7] = 1
+    compressed = coco_mask.encode(pixels)
+    compressed["counts"] = compressed["counts"].decode()
+    counts = [13, *[3, 3] * 4, 3, 54 - 13 - 27]
+    polygon = [[2, 1, 7, 1, 7, 4, 2, 4]]
+    for segmentation in (compressed, {"size": [6, 9], "counts": counts}, polygon):
+        assert (coco.decode(segmentation, 6, 9) == pixels).all()
+
+
+# Augmentation and order
+
+
+def test_augmentation_moves_image_and_targets_alike(data):
+    split = coco.read_split(str(data), "train", masks=True)
+    with_masks, with_boxes = images(split), images(split, masks=False)
+    seen = 0
+    for key in ((epoch, index) for epoch in range(3) for index in range(12)):
+        masks, boxes = with_masks[key], with_boxes[key]
+        assert torch.equal(masks["image"], boxes["image"])
+        if len(masks["labels"]) != len(boxes["labels"]):
+            continue  # what is left of a cropped object may have a box and no pixel
+        for mask, box in zip(masks["masks"].bool(), boxes["boxes"], strict=True):
+            assert mask.sum() < 60 or masks["image"][:, mask].std(1).median() < 0.6
+            ys, xs = mask.nonzero().unbind(1)
+            tight = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]).float()
+            uncut = bool((tight > 0).all() and (tight < SIZE).all())
+            if uncut:
+                assert (tight - box).abs().max() <= 2.5
+                seen += 1
+    assert seen > 20
+
+
+def test_augmentation_depends_on_seed_epoch_and_image(data):
+    split = coco.read_split(str(data), "train", masks=True)
+    torch.manual_seed(1)
+    first = images(split)[2, 3]["image"]
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert torch.equal(images(split)[2, 3]["image"], first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(images(split)[3, 3]["image"], first)
+    assert not torch.equal(images(split, seed=9)[2, 3]["image"], first)
+
+
+def test_without_augmentation_the_whole_image_is_fitted_in(data):
+    split = coco.read_split(str(data), "train", masks=True)
+    sample = images(split, augment=False)[0, 1]
+    assert torch.equal(sample["image"], images(split, augment=False)[5, 1]["image"])
+    assert len(sample["labels"]) == len(split.objects(1))
+
+
+def _keys(world, start=0, stop=8, size=2, seed=3):
+    per_rank = [list(coco.Batches(13, size, 4, start, stop, rank, world, seed)) for rank in range(world)]
+    return [sum(together, []) for together in zip(*per_rank, strict=True)]
+
+
+def test_order_is_the_same_for_any_number_of_processes_and_after_an_interruption():
+    whole = _keys(1, size=4)
+    assert _keys(2, size=2) == _keys(4, size=1) == whole
+    assert _keys(2, start=3) == whole[3:]
+    for epoch in range(2):
+        keys = sum(whole[4 * epoch : 4 * epoch + 4], [])
+        assert {e for e, _ in keys} == {epoch}
+        assert sorted(i for _, i in keys[:13]) == list(range(13)) and keys[13:] == keys[:3]
+    assert [i for _, i in whole[0]] != [i for _, i in whole[4]]
+    assert _keys(1, seed=4) != _keys(1)
+
+
+def test_a_global_batch_may_be_larger_than_the_data_set():
+    [keys] = [list(coco.Batches(3, 8, 1, 0, 1, 0, 1, 0))[0]]
+    assert len(keys) == 8 and {i for _, i in keys} == {0, 1, 2}
+
+
+# Average precision
+
+
+def _perfect(split, metric):
+    rows = []
+    for index, image in enumerate(split.images):
+        for a in split.objects(index):
+            row = {"image_id": image["id"], "category_id": a["category_id"], "score": 0.5 + len(rows) / 1000}
+            if metric == "bbox":
+                rows.append({**row, "bbox": a["bbox"]})
+            else:
+                pixels = coco.decode(a["segmentation"], image["height"], image["width"])
+                from pycocotools import mask as coco_mask
+
+                rows.append({**row, "segmentation": coco_mask.encode(np.asfortranarray(pixels))})
+    return rows
+
+
+@pytest.mark.parametrize("metric", ["bbox", "segm"])
+def test_perfect_detections_have_an_average_precision_of_100(metric, data):
+    split = coco.read_split(str(data), "train", masks=True)
+    everything = range(len(split.images))
+    found = _perfect(split, metric)
+    assert evaluate.average_precision(split, found, metric, everything)["AP"] == pytest.approx(100)
+    half = evaluate.average_precision(split, found[: len(found) // 2], metric, everything)
+    assert 10 < half["AP"] < 90
+    first = [row for row in found if row["image_id"] == split.images[0]["id"]]
+    assert evaluate.average_precision(split, first, metric, [0])["AP"] == pytest.approx(100)
+    assert evaluate.average_precision(split, [], metric, everything)["AP"] == 0
+    bare = copy.deepcopy(split)
+    for annotations in bare.annotations.values():
+        for annotation in annotations:
+            del annotation["area"], annotation["iscrowd"]
+    assert evaluate.average_precision(bare, found, metric, everything)["AP"] == pytest.approx(100)
+    bare.annotations.clear()
+    assert evaluate.average_precision(bare, found, metric, everything)["AP"] is None
+
+
+def test_category_ids_of_labels():
+    def split(*categories):
+        return SimpleNamespace(categories=[{"id": i, "name": n} for i, n in categories], file="val.json")
+
+    def ids(names, *categories):
+        return evaluate._category_ids("m", dict(enumerate(names)), split(*categories))
+
+    assert ids(["cat", "Dog", "N/A"], (3, "dog"), (5, "cat")) == [5, 3, None]
+    assert ids(["LABEL_0", "LABEL_1"], (3, "dog"), (5, "cat")) == [3, 5]
+    assert ids([f"LABEL_{i}" for i in range(91)], (1, "person"), (90, "toothbrush"))[88:] == [None, None, 90]
+    with pytest.raises(UsageError, match="knows 3 classes, but not cat, dog of val.json"):
+        ids(["a", "b", "c"], (3, "dog"), (5, "cat"))
+
+
+def test_masks_out_of_mask2formers_outputs():
+    size = (20, 40)
+    logits = torch.full((1, 3, 5, 10), -8.0)
+    logits[0, 1, 1:3, 2:6] = 8.0
+    classes = torch.full((1, 3, 3), -20.0)
+    classes[0, :, 2] = 5.0
+    classes[0, 1] = torch.tensor([-20.0, 9.0, 0.0])
+    outputs = SimpleNamespace(class_queries_logits=classes, masks_queries_logits=logits)
+    found = tasks._mask2former_detect(outputs, size)
+    assert found.masks.shape == (6, *size) and found.labels[0] == 1
+    assert 0.9 < found.scores[0] <= 1 and (found.scores[1:] < 1e-3).all()
+    truth = torch.zeros(size, dtype=torch.bool)
+    truth[4:12, 8:24] = True
+    assert (found.masks[0] & truth).sum() > 0.9 * (found.masks[0] | truth).sum()  # bilinear corners are round
+
+
+def test_boxes_out_of_deformable_detrs_outputs():
+    logits = torch.full((1, 2, 4), -9.0)
+    logits[0, 1, 3] = 2.0
+    boxes = torch.tensor([[[0.5, 0.5, 1, 1], [0.25, 0.5, 0.5, 0.2]]])
+    found = tasks._detr_detect(SimpleNamespace(logits=logits, pred_boxes=boxes), (100, 200))
+    assert found.labels[0] == 3 and float(found.scores[0]) == pytest.approx(1 / (1 + np.exp(-2)))
+    torch.testing.assert_close(found.boxes[0], torch.tensor([0.0, 40.0, 100.0, 60.0]))
