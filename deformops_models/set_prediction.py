@@ -45,29 +45,40 @@ def assign(costs: Tensor, counts: Sequence[int], checks: dict[str, Tensor], laye
     host = torch.cat([costs.flatten(1), *checks.values()], 1).cpu()
     matrices, *numbers = host.split([costs[0].numel(), *(check.shape[1] for check in checks.values())], 1)
     matrices = matrices.unflatten(1, costs.shape[1:])
-    result = []
+    if not host.isfinite().all():
+        _raise_if_not_finite(matrices, counts, dict(zip(checks, numbers, strict=True)), layers)
+    return [
+        [
+            tuple(map(torch.from_numpy, linear_sum_assignment(matrix[:, :count])))
+            for matrix, count in zip(images, counts, strict=True)
+        ]
+        for images in matrices.numpy()
+    ]
+
+
+def _raise_if_not_finite(
+    matrices: Tensor, counts: Sequence[int], checks: dict[str, Tensor], layers: Sequence[str]
+) -> None:
+    """Names the first layer, and what of it, that is not finite; padding may be anything."""
     for i, layer in enumerate(layers):
-        for name, check in zip(checks, numbers, strict=True):
-            if not check[i].isfinite().all():
+        for name, numbers in checks.items():
+            if not numbers[i].isfinite().all():
                 raise FloatingPointError(f"{layer}: {name} are not finite: look at the inputs and the learning rate")
-        result.append([])
         for image, count in enumerate(counts):
-            matrix = matrices[i, image, :, :count]
-            if not matrix.isfinite().all():
+            if not matrices[i, image, :, :count].isfinite().all():
                 raise FloatingPointError(
                     f"{layer}, image {image}: matching costs are not finite, though predictions are: look at the labels"
                 )
-            result[-1].append(tuple(map(torch.from_numpy, linear_sum_assignment(matrix.numpy()))))
-    return result
 
 
 def flat_indices(pairs: list[list[Pairs]], queries: int, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Query indices of pairs among the B·Q of their layer, and object indices among the T, (L, K) each."""
-    first = [sum(counts[:image]) for image in range(len(counts))]
-    return (
-        torch.stack([torch.cat([q + image * queries for image, (q, _) in enumerate(layer)]) for layer in pairs]),
-        torch.stack([torch.cat([o + first[image] for image, (_, o) in enumerate(layer)]) for layer in pairs]),
+    queries_of, objects_of = (
+        torch.stack([torch.cat([pair[side] for pair in images]) for images in pairs]) for side in (0, 1)
     )
+    images = [image for image, count in enumerate(counts) for _ in range(min(count, queries))]
+    images, first = torch.tensor(images, dtype=torch.int64), torch.tensor([0, *counts]).cumsum(0)
+    return queries_of + images * queries, objects_of + first[images]
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -6,6 +6,7 @@ autocast around, and with the points that upstream would draw from the same seed
 
 import importlib
 import inspect
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ class _HungarianMatcher(PatchedModule):
 
     def draw_points(self, masks: Tensor) -> Tensor:
         """Points (B, P, 2) for one layer's `masks` (B, Q, H, W)."""
-        return torch.cat([torch.rand(1, self.num_points, 2, device=masks.device) for _ in masks])
+        return torch.cat([torch.rand(1, self.num_points, 2, device=masks.device) for _ in range(len(masks))])
 
     @torch.no_grad()
     def match(
@@ -173,9 +174,9 @@ class _Mask2FormerLoss(PatchedModule):
         targets = torch.full(logits.shape[:3], self.num_labels, device=logits.device).flatten(1)
         targets = targets.scatter(1, queries, torch.cat(class_labels)[objects])
         weight = self.empty_weight.to(logits.dtype)
-        losses = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), weight, reduction="none")
-        sums = losses.view(targets.shape).sum(1), weight[targets].sum(1)
-        return [loss / total for loss, total in zip(*map(Tensor.unbind, sums), strict=True)]
+        log_scores = logits.transpose(2, 3).log_softmax(2)
+        targets = targets.view(logits.shape[:3])
+        return [F.nll_loss(*layer, weight) for layer in zip(log_scores.unbind(), targets.unbind(), strict=True)]
 
 
 def _calls_nothing_else(matcher: nn.Module) -> bool:
@@ -308,7 +309,7 @@ class _LossFunction(Family):
     """A loss that is no module: transformers lets each model instance have a `loss_function` of its own."""
 
     def mismatch(self, cls: type[nn.Module]) -> str | None:
-        upstream = self._upstream()
+        upstream = self._mapping()[self.class_name]
         found, known = (tuple(inspect.signature(function).parameters) for function in (upstream, self.adapter))
         if found != known:
             return f"unknown signature: {upstream.__name__}({', '.join(found)}), known is ({', '.join(known)})"
@@ -335,8 +336,8 @@ class _LossFunction(Family):
     def restore(self, module: nn.Module) -> None:
         del module._loss_function
 
-    def _upstream(self):
-        return importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[self.class_name]
+    def _mapping(self) -> dict[str, Callable]:
+        return importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING
 
 
 _MASK2FORMER = ("mask2former", "transformers", "transformers.models.mask2former.modeling_mask2former")
