@@ -2,7 +2,7 @@
 
 A patched class is a subclass of the upstream class that adds nothing but a forward, so parameters, hooks, training
 flag, object identity, `state_dict` and checkpoints stay what they were. Knows no framework by name: the rows of
-`Family` in patches/ say which classes there are.
+`Family` in patches/ say which classes there are, and a subclass of `Family` may swap something else than a class.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Family:
         name: of the model family, as in `model_type`.
         framework: distribution that holds the class, as "transformers".
         module, class_name: where the class is.
-        adapter: subclass of `PatchedModule` with the new forward; what else it may be says a subclass of Family.
+        adapter: subclass of `PatchedModule` with the new forward.
         parameters: names of upstream's forward parameters that the adapter was written for.
         part: of the training step, one of `PARTS`.
         steps: methods of upstream that the adapter no longer calls, so that nobody may have changed them.

@@ -85,7 +85,7 @@ class _HungarianMatcher(PatchedModule):
             return assign(torch.cat(costs), [len(labels) for labels in class_labels], checks, layers)
 
     def _costs(self, masks, classes, mask_labels, class_labels, points) -> Tensor:
-        """(L, B, Q, N), padded with costs of nothing."""
+        """(L, B, Q, N) of some layers; columns without an object are padding."""
         points = torch.stack(points)
         logits = torch.stack([sample(upcast(mask), at) for mask, at in zip(masks, points, strict=True)])
         targets = []
@@ -231,7 +231,7 @@ def deformable_detr_loss(
     Args:
         logits: (B, Q, C), of the last layer.
         labels: of each image, "class_labels" (objects,) and "boxes" (objects, 4) as relative cx, cy, w, h.
-        device: unused, as in the tensors.
+        device: unused; the tensors say it.
         pred_boxes: (B, Q, 4), of the last layer.
         config: of the model.
         outputs_class, outputs_coord: (L, B, Q, C) and (L, B, Q, 4), of all layers.
@@ -382,4 +382,4 @@ FAMILIES = (
 
 
 def __getattr__(name: str):
-    return patching.importable(FAMILIES, __name__, name)
+    return patching.importable(tuple(f for f in FAMILIES if type(f) is Family), __name__, name)
