@@ -25,6 +25,7 @@ _EXPORTS = {
     "patched": "patching",
     "report": "patching",
     "PatchError": "patching",
+    "PARTS": "patching",
     "Mask2Former": "hub",
     "DeformableDETR": "hub",
     "DINO": "hub",
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from deformops_models.backend import Backend, Resolution, call_counts, resolve
     from deformops_models.hub import DINO, DeformableDETR, Mask2Former, checkpoints
     from deformops_models.layers import MultiScaleDeformAttn2d
-    from deformops_models.patching import PatchError, patch, patched, report, unpatch
+    from deformops_models.patching import PARTS, PatchError, patch, patched, report, unpatch
 
 
 def __getattr__(name: str) -> Any:

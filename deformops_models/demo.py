@@ -93,7 +93,7 @@ def _compare(detector: Detector, photo: "Image", device: torch.device, picture: 
         before = call_counts.copy()
         patched = _measure(detector, model, pixels)
         ran = call_counts - before
-        swapped = [entry.name for entry in report(model).swapped]
+        swapped = [entry.name for entry in report(model).swapped if entry.part == "attention"]
         unpatch(model)
         errors = {
             "outputs": _differences(patched.outputs, reference.outputs),
@@ -105,7 +105,7 @@ def _compare(detector: Detector, photo: "Image", device: torch.device, picture: 
     with whole_file(picture) as temporary:
         _draw(photo, *samples).save(temporary)
     largest = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    print(f"  modules swapped       {len(swapped)}")
+    print(f"  attentions swapped    {len(swapped)}")
     print(f"  backend that ran      {_ran(ran)}")
     print(f"  largest difference    {largest} of the largest value: {'agrees' if agrees else 'DISAGREES'}")
     same = "" if ran["msda_forward"] else " (the same code twice)"

@@ -1,8 +1,8 @@
-"""Swapping the deformable attention of a built model in place, by changing each module's class.
+"""Swapping the deformable attention of a built model, and the losses, in place by changing each module's class.
 
 A patched class is a subclass of the upstream class that adds nothing but a forward, so parameters, hooks, training
 flag, object identity, `state_dict` and checkpoints stay what they were. Knows no framework by name: the rows of
-`Family` in patches/ say which classes there are.
+`Family` in patches/ say which classes there are, and a subclass of `Family` may swap something else than a class.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import importlib.metadata
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from deformops_models.backend import Backend, as_backend, call_counts, interpreting, resolve
 
 Filter = Callable[[nn.Module, str], bool]
+
+#: What `patch` swaps: Deformable DETR's "loss" contains its matcher, Mask2Former's are two modules.
+PARTS = ("attention", "matcher", "loss", "mask_predictor")
 
 
 class PatchError(RuntimeError):
@@ -72,21 +75,59 @@ class Family:
         module, class_name: where the class is.
         adapter: subclass of `PatchedModule` with the new forward.
         parameters: names of upstream's forward parameters that the adapter was written for.
+        part: of the training step, one of `PARTS`.
+        steps: methods of upstream that the adapter no longer calls, so that nobody may have changed them.
     """
 
     name: str
     framework: str
     module: str
     class_name: str
-    adapter: type[PatchedModule]
+    adapter: type[PatchedModule] | Callable
     parameters: tuple[str, ...]
+    part: str = "attention"
+    steps: tuple[str, ...] = ()
 
     def mismatch(self, cls: type[nn.Module]) -> str | None:
         """Why the adapter does not fit this version of the class, or None."""
         found = tuple(inspect.signature(cls.forward).parameters)[1:]
-        if found == self.parameters:
+        if found != self.parameters:
+            return f"unknown signature: forward({', '.join(found)}), known is forward({', '.join(self.parameters)})"
+        base = _known_base(cls)
+        changed = [step for step in self.steps if getattr(cls, step, None) is not getattr(base, step, self)]
+        return f"it has methods of its own or lacks them: {', '.join(changed)}" if changed else None
+
+    def is_patched(self, module: nn.Module) -> bool:
+        return isinstance(module, PatchedModule)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Why a module of this class must be left alone, or None."""
+        cls = type(module)
+        if _has_foreign_forward(module):
+            return "its forward was replaced on the instance"
+        if isinstance(module, PatchedModule):
             return None
-        return f"unknown signature: forward({', '.join(found)}), known is forward({', '.join(self.parameters)})"
+        if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+            return "FSDP owns it: patch before fully_shard"
+        if getattr(module, "method", "default") == "discrete":
+            return "method='discrete' samples whole pixels"
+        if replaced := [step for step in self.steps if step in vars(module)]:
+            return f"replaced on the instance: {', '.join(replaced)}"
+        return self.mismatch(cls)
+
+    def swap(self, module: nn.Module) -> None:
+        _swap(module, patched_class(type(module), self))
+
+    def hold(self, module: nn.Module) -> str | None:
+        """Why a patched module cannot be given back, or None."""
+        if type(module) not in _patched_classes.values():
+            return f" is now a {type(module).__name__}, which is not ours to change"
+        if _has_foreign_forward(module):
+            return ": its forward was replaced on the instance and may call the patched one"
+        return None
+
+    def restore(self, module: nn.Module) -> None:
+        _swap(module, type(module).upstream)
 
 
 @dataclass(frozen=True)
@@ -98,6 +139,7 @@ class Entry:
     family: str | None = None
     reason: str | None = None
     backend: str | None = None
+    part: str = "attention"
 
     def __str__(self) -> str:
         return f"{self.name or '(root)'}: {self.class_name}: {self.reason or self.backend}"
@@ -125,7 +167,8 @@ _filtered: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 @functools.cache
 def families() -> tuple[Family, ...]:
     """Every known upstream class. Imports no framework."""
-    rows = [importlib.import_module(f"deformops_models.patches.{name}").FAMILIES for name in ("transformers", "mmcv")]
+    names = ("transformers", "transformers_losses", "mmcv")
+    rows = [importlib.import_module(f"deformops_models.patches.{name}").FAMILIES for name in names]
     return tuple(family for row in rows for family in row)
 
 
@@ -144,65 +187,79 @@ def patch(
     backend: Backend | str | None = None,
     strict: bool = True,
     filter: Filter | None = None,
+    parts: Collection[str] = PARTS,
 ) -> nn.Module:
-    """Swaps every known deformable attention module of `model` in place and returns `model`.
+    """Swaps every known module of the training step of `model` in place and returns `model`.
 
-    The root itself may be such a module. Patching twice is patching once. On CPU and in float64 a patched module
-    runs upstream's own forward.
+    The root itself may be such a module. Patching twice is patching once. On CPU and in float64 a patched attention
+    runs upstream's own forward; the other parts are plain PyTorch and run everywhere.
 
     Args:
         model: a built model; its device and dtype may change later.
-        backend: for every swapped module; "eager" keeps upstream's forward, None lets the tensors decide.
-        strict: raise if nothing was swapped.
+        backend: for every swapped attention; "eager" keeps upstream's forward, None lets the tensors decide.
+        strict: raise if nothing was swapped, or no attention though it is among `parts`.
         filter: called as `filter(module, name)`; modules for which it returns False are left alone.
+        parts: which of `PARTS` to swap; modules of the others are left alone.
 
     Raises:
         PatchError: `strict` and nothing matched; or a swap failed. The model is as it was before.
-        ValueError: `backend` is unknown.
+        ValueError: `backend` or one of `parts` is unknown.
     """
-    _patch(model, as_backend(backend), strict, filter)
+    _patch(model, as_backend(backend), strict, filter, parts)
     return model
 
 
-def _patch(model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None) -> dict[nn.Module, str]:
+def _patch(
+    model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None, parts: Collection[str]
+) -> dict[nn.Module, str]:
     """As `patch`; returns the modules that were not patched before, and their names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: patch takes a torch.nn.Module")
+    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts={parts!r}: give some of {', '.join(PARTS)} as a tuple")
     plan, patched_before, skipped = [], [], []
     for name, module in model.named_modules():
         if (family := family_of(type(module))) is None:
             continue
-        reason = _obstacle(module, family)
-        if reason is None and filter is not None and not filter(module, name):
-            reason = "the filter left it out"
-            if not isinstance(module, PatchedModule):
+        reason = family.obstacle(module)
+        if reason is None and (choice := _left_out(module, name, family, filter, parts)):
+            reason = choice
+            if not family.is_patched(module):
                 _filtered[module] = reason
         if reason is not None:
-            skipped.append(Entry(name, type(module).__name__, family.name, reason))
-        elif isinstance(module, PatchedModule):
-            patched_before.append(module)
+            skipped.append(Entry(name, type(module).__name__, family.name, reason, part=family.part))
         else:
-            plan.append((name, module, family))
-    if strict and not plan and not patched_before:
+            (patched_before if family.is_patched(module) else plan).append((name, module, family))
+    needed = {"attention"} & set(parts) or set(parts)
+    if strict and not any(family.part in needed for _, _, family in (*plan, *patched_before)):
         raise PatchError(_nothing_matched(model, skipped))
     done = {}
     try:
         for name, module, family in plan:
-            _swap(module, patched_class(type(module), family))
+            family.swap(module)
             done[module] = name
     except Exception as error:
         for swapped in done:
-            _swap(swapped, type(swapped).upstream)
+            family_of(type(swapped)).restore(swapped)
         raise PatchError(f"{name or 'the root'}, a {type(module).__name__}, takes no patched class: {error}") from error
-    for module in (*done, *patched_before):
+    for _, module, _ in (*plan, *patched_before):
         _filtered.pop(module, None)
         _set_backend(module, backend)
     return done
 
 
+def _left_out(
+    module: nn.Module, name: str, family: Family, filter: Filter | None, parts: Collection[str]
+) -> str | None:
+    """Whose choice it is to leave a module alone, or None."""
+    if family.part not in parts:
+        return f"parts leave the {family.part} out"
+    return "the filter left it out" if filter is not None and not filter(module, name) else None
+
+
 def _set_backend(module: nn.Module, backend: Backend | None) -> None:
     module.__dict__.pop("deformops_backend", None)
-    if backend is not None:
+    if backend is not None and isinstance(module, PatchedModule):
         module.__dict__["deformops_backend"] = backend
 
 
@@ -219,21 +276,19 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 def _restore(modules: dict[nn.Module, str]) -> None:
     """Gives those that are patched their upstream class back."""
-    modules = {m: name or "the root" for m, name in modules.items() if isinstance(m, PatchedModule)}
-    for module, name in modules.items():
-        if type(module) not in _patched_classes.values():
-            raise PatchError(f"{name} is now a {type(module).__name__}, which is not ours to change")
-        if _has_foreign_forward(module):
-            raise PatchError(f"{name}: its forward was replaced on the instance and may call the patched one")
-    for module in modules:
+    families = {m: family for m in modules if (family := family_of(type(m))) and family.is_patched(m)}
+    for module, family in families.items():
+        if reason := family.hold(module):
+            raise PatchError(f"{modules[module] or 'the root'}{reason}")
+    for module, family in families.items():
         _set_backend(module, None)
-        _swap(module, type(module).upstream)
+        family.restore(module)
 
 
 @contextlib.contextmanager
 def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
     """Patches `model` inside a with-block, with the options of `patch`; modules patched before stay so."""
-    options = {"backend": None, "strict": True, "filter": None} | options
+    options = {"backend": None, "strict": True, "filter": None, "parts": PARTS} | options
     options["backend"] = as_backend(options["backend"])
     before = {m: m.__dict__.get("deformops_backend") for m in model.modules() if isinstance(m, PatchedModule)}
     swapped = _patch(model, **options)
@@ -247,19 +302,21 @@ def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
 
 
 def report(model: nn.Module) -> Report:
-    """Lists every deformable attention module of `model`: swapped and what it will run, or left alone and why."""
+    """Lists every module that could be patched: swapped and what it will run, or left alone and why."""
     result = Report()
     for name, module in model.named_modules():
         cls = type(module)
         family = family_of(cls)
-        if isinstance(module, PatchedModule):
-            result.swapped.append(Entry(name, cls.__name__, family.name, backend=_will_run(module)))
-        elif family is not None:
-            reason = _obstacle(module, family) or _filtered.get(module, "not patched")
-            result.skipped.append(Entry(name, cls.__name__, family.name, reason))
-        elif _samples_offsets(module):
-            reason = f"class {_full_name(cls)} is not known"
-            result.skipped.append(Entry(name, cls.__name__, None, reason))
+        if family is None:
+            if _samples_offsets(module) or _known_base(cls):
+                reason = f"class {_full_name(cls)} is not known"
+                result.skipped.append(Entry(name, cls.__name__, None, reason))
+        elif family.is_patched(module):
+            backend = _will_run(module) if family.part == "attention" else "plain PyTorch"
+            result.swapped.append(Entry(name, cls.__name__, family.name, backend=backend, part=family.part))
+        else:
+            reason = family.obstacle(module) or _filtered.get(module, "not patched")
+            result.skipped.append(Entry(name, cls.__name__, family.name, reason, part=family.part))
     return result
 
 
@@ -284,10 +341,17 @@ def family_of(cls: type) -> Family | None:
     """The family whose forward a class has, itself or by inheritance; None for a class that changed the forward."""
     if issubclass(cls, PatchedModule):
         cls = cls.upstream
-    for base in cls.__mro__:
-        if family := _families_by_class().get((base.__module__, base.__qualname__)):
-            return family if cls.forward is base.forward else None
-    return None
+    base = _known_base(cls)
+    return _family_named(base) if base and cls.forward is base.forward else None
+
+
+def _known_base(cls: type) -> type | None:
+    """The first class among a class and its bases that has a family."""
+    return next(filter(_family_named, cls.__mro__), None)
+
+
+def _family_named(cls: type) -> Family | None:
+    return _families_by_class().get((cls.__module__, cls.__qualname__))
 
 
 @functools.cache
@@ -344,20 +408,6 @@ def _is_own_forward(module: nn.Module, name: str) -> bool:
 
 def _has_foreign_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and not any(_is_own_forward(module, name) for name in _FORWARDS)
-
-
-def _obstacle(module: nn.Module, family: Family) -> str | None:
-    """Why a module of a known class must be left alone, or None."""
-    cls = type(module)
-    if _has_foreign_forward(module):
-        return "its forward was replaced on the instance"
-    if isinstance(module, PatchedModule):
-        return None
-    if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
-        return "FSDP owns it: patch before fully_shard"
-    if getattr(module, "method", "default") == "discrete":
-        return "method='discrete' samples whole pixels"
-    return family.mismatch(cls)
 
 
 def _samples_offsets(module: nn.Module) -> bool:

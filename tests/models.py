@@ -59,7 +59,7 @@ class Detector:
 
 def outputs(detector: Detector, model: nn.Module) -> Tensors:
     """Every floating-point tensor of the model's output, by name."""
-    with torch.no_grad(), _reproducible(model):
+    with torch.no_grad(), reproducible(model):
         return _named(detector.call(model, False))
 
 
@@ -81,7 +81,7 @@ def training_step(
     model.train()
     model.zero_grad()
     device = next(model.parameters()).device.type
-    with _reproducible(model, choices):
+    with reproducible(model, choices):
         with torch.autocast(device, autocast, enabled=autocast is not None):
             losses = detector.call(model, True)
         losses["loss"].backward()
@@ -94,6 +94,15 @@ def training_step(
 def attentions(model: nn.Module, detector: Detector) -> dict[str, nn.Module]:
     """Its deformable attention modules by name, patched or not."""
     return {n: m for n, m in model.named_modules() if detector.attention in (c.__name__ for c in type(m).__mro__)}
+
+
+def anatomy(model: nn.Module) -> dict[str, object]:
+    """Everything of a model that a patch could leave a trace in, by module."""
+    hooks = {n for n, v in vars(nn.Module()).items() if "hook" in n}
+    return {
+        name: (id(m), type(m), m.training, sorted(vars(m)), {n: list(vars(m)[n].values()) for n in hooks if vars(m)[n]})
+        for name, m in model.named_modules()
+    } | {"state_dict": {name: t.data_ptr() for name, t in model.state_dict().items()}}
 
 
 def assert_as_accurate(actual: Tensors, plain: Tensors, exact: Tensors, eps: float) -> None:
@@ -164,15 +173,18 @@ class _SameNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _choose(self, own: Tensor) -> Tensor:
-        """The first run's choice in place of this run's own."""
+        """The first run's choice in place of this run's own, which may choose for several layers at once."""
         if self.followed is None:
             self.choices.append(own.clone())
             return own
-        return next(self.followed).to(own.device, copy=True)
+        chosen = [next(self.followed)]
+        while sum(map(len, chosen)) < len(own):
+            chosen.append(next(self.followed))
+        return torch.cat(chosen).to(own.device)
 
 
 @contextlib.contextmanager
-def _reproducible(model: nn.Module, choices: list[Tensor] | None = None) -> Iterator[None]:
+def reproducible(model: nn.Module, choices: list[Tensor] | None = None) -> Iterator[None]:
     """The same random numbers in every precision and on every device; new tensors in the model's precision."""
     default = torch.get_default_dtype()
     double = next(model.parameters()).dtype == torch.float64

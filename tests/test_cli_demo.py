@@ -29,7 +29,7 @@ def test_demo_runs_all_detectors(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
     assert "3 of 3 detectors that ran agree" in result.stdout
-    assert [int(n) for n in re.findall(r"modules swapped +(\d+)", result.stdout)] == [2, 4, 4]
+    assert [int(n) for n in re.findall(r"attentions swapped +(\d+)", result.stdout)] == [2, 4, 4]
     pictures = sorted(p.name for p in (tmp_path / "deformops-demo").iterdir())
     assert pictures == ["deformable_detr.png", "dino.png", "mask2former.png"]
     if not torch.cuda.is_available():

@@ -147,7 +147,7 @@ def test_another_model_in_the_process_is_untouched(tiny):
     other = copy.deepcopy(tiny)
     dm.patch(tiny)
     assert not any(isinstance(m, PatchedModule) for m in other.modules())
-    assert dm.report(other).swapped == [] and len(dm.report(other).skipped) == 3
+    assert dm.report(other).swapped == [] and len(dm.report(other).skipped) == 4
 
 
 def test_a_shared_module_is_patched_once(attention):
@@ -245,7 +245,7 @@ def test_a_forward_replaced_on_the_instance_is_left_alone(tiny):
     module.forward = lambda *args, **kwargs: "mine"
     dm.patch(tiny)
     report = dm.report(tiny)
-    assert len(report.swapped) == 2
+    assert [e.part for e in report.swapped] == ["loss", "attention", "attention"]
     assert [(e.name, e.reason) for e in report.skipped] == [(name, "its forward was replaced on the instance")]
     assert module() == "mine" and type(module).__name__ == TINY.attention
 
@@ -295,11 +295,11 @@ def test_the_filter_chooses_modules(tiny):
 
     dm.patch(tiny, filter=decoder_only)
     report = dm.report(tiny)
-    assert seen == list(attentions(tiny, TINY))
+    assert seen == ["", *attentions(tiny, TINY)]
     assert [e.name for e in report.swapped] == [n for n in seen if "decoder" in n]
-    assert [(e.name, e.reason) for e in report.skipped] == [(seen[0], "the filter left it out")]
+    assert [(e.name, e.reason) for e in report.skipped] == [(name, "the filter left it out") for name in seen[:2]]
     dm.patch(tiny)
-    assert len(dm.report(tiny).swapped) == 3
+    assert len(dm.report(tiny).swapped) == 4
 
 
 def test_a_filter_that_raises_changes_nothing(tiny):
@@ -408,7 +408,7 @@ def test_a_module_with_slots_is_patched(device):
 
 def test_patched_unpatches_also_after_an_exception(tiny):
     with dm.patched(tiny, backend="triton") as model:
-        assert model is tiny and len(dm.report(tiny).swapped) == 3
+        assert model is tiny and len(dm.report(tiny).swapped) == 4
     assert not any(isinstance(m, PatchedModule) for m in tiny.modules())
     with pytest.raises(KeyError), dm.patched(tiny):
         raise KeyError
@@ -447,21 +447,24 @@ def test_patched_keeps_what_the_block_patches_in_addition(tiny):
 def test_report_of_an_unpatched_and_a_patched_model(tiny, device):
     names = list(attentions(tiny, TINY))
     report = dm.report(tiny)
-    assert [(e.name, e.class_name, e.family, e.reason) for e in report.skipped] == [
-        (name, TINY.attention, "deformable_detr", "not patched") for name in names
+    assert [(e.name, e.class_name, e.family, e.part, e.reason) for e in report.skipped] == [
+        ("", type(tiny).__name__, "deformable_detr", "loss", "not patched"),
+        *((name, TINY.attention, "deformable_detr", "attention", "not patched") for name in names),
     ]
-    assert str(report).splitlines()[0] == "0 modules patched, 3 left alone"
-    assert str(report).splitlines()[1] == f"  - {names[0]}: {TINY.attention}: not patched"
+    assert str(report).splitlines()[0] == "0 modules patched, 4 left alone"
+    assert str(report).splitlines()[2] == f"  - {names[0]}: {TINY.attention}: not patched"
     dm.patch(tiny, backend="triton")
     where = next(tiny.parameters()).device
     lines = str(dm.report(tiny)).splitlines()
-    assert lines == ["3 modules patched, 0 left alone"] + [
-        f"  + {name}: Patched{TINY.attention}: triton (float32 on {where})" for name in names
+    assert lines == [
+        "4 modules patched, 0 left alone",
+        f"  + (root): {type(tiny).__name__}: plain PyTorch",
+        *(f"  + {name}: Patched{TINY.attention}: triton (float32 on {where})" for name in names),
     ]
     dm.patch(tiny, backend="eager")
-    assert dm.report(tiny).swapped[0].backend == f"upstream's own forward (float32 on {where})"
+    assert dm.report(tiny).swapped[1].backend == f"upstream's own forward (float32 on {where})"
     dm.patch(tiny)
-    assert dm.report(tiny.double()).swapped[0].backend == f"upstream's own forward (float64 on {where})"
+    assert dm.report(tiny.double()).swapped[1].backend == f"upstream's own forward (float64 on {where})"
 
 
 def test_report_says_what_a_double_model_with_a_demanded_backend_runs(attention):
@@ -475,7 +478,8 @@ def test_report_says_what_a_double_model_with_a_demanded_backend_runs(attention)
 
 def test_report_on_meta(tiny):
     dm.patch(tiny.to("meta"))
-    assert {e.backend for e in dm.report(tiny).swapped} == {"undecided: parameters are on meta"}
+    found = {(e.part, e.backend) for e in dm.report(tiny).swapped}
+    assert found == {("attention", "undecided: parameters are on meta"), ("loss", "plain PyTorch")}
 
 
 def test_the_report_keeps_no_model_alive():
@@ -1144,7 +1148,7 @@ def test_threads_patch_different_models(tiny):
             results[i] = models[i](torch.zeros(1, 3, 64, 96)).logits.shape, len(dm.report(models[i]).swapped)
 
     _run_threads(work, len(models))
-    assert results == dict.fromkeys(range(len(models)), ((1, 9, expected.shape[-1]), 3))
+    assert results == dict.fromkeys(range(len(models)), ((1, 9, expected.shape[-1]), 4))
     assert len({type(m) for model in models for m in attentions(model, TINY).values()}) == 1
 
 

@@ -10,6 +10,7 @@ from models import (
     DETECTORS,
     Detector,
     Tensors,
+    anatomy,
     assert_as_accurate,
     attentions,
     import_mmcv_ops,
@@ -58,15 +59,6 @@ class Run:
         return cls(outputs(detector, model), *training_step(detector, model, choices=choices))
 
 
-def anatomy(model: nn.Module) -> dict[str, object]:
-    """Everything of a model that a patch could leave a trace in, by module."""
-    hooks = {n for n, v in vars(nn.Module()).items() if "hook" in n}
-    return {
-        name: (id(m), type(m), m.training, sorted(vars(m)), {n: list(vars(m)[n].values()) for n in hooks if vars(m)[n]})
-        for name, m in model.named_modules()
-    } | {"state_dict": {name: t.data_ptr() for name, t in model.state_dict().items()}}
-
-
 def same(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -103,7 +95,7 @@ def comparison(detector, device) -> Comparison:
         model.to(device)
         before, untouched = Run.of(detector, model, choices), anatomy(model)
         dm.patch(model, backend=kernels(device))
-        swapped = [entry.name for entry in dm.report(model).swapped]
+        swapped = [entry.name for entry in dm.report(model).swapped if entry.part == "attention"]
         dm.call_counts.clear()
         patched = Run.of(detector, model, choices)
         counts = dict(dm.call_counts)
