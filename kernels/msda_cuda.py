@@ -97,6 +97,7 @@ def source(problem: Problem) -> str:
         "ROW_THREADS": ROW_THREADS,
         "SORT_QUERIES": _sort_queries(problem.num_points),
         "BATCH": BATCH,
+        "CHUNK": CHUNK,
         "TILE_X": TILE_X,
         "TILE_Y": TILE_Y,
         "INFINITY": "__int_as_float(0x7f800000)",
@@ -213,18 +214,17 @@ def tiling(
         tiles_x = -(-width // TILE_X)
         tiles = tiles_x * -(-height >> line_bits)
         wanted = min(samples / WARP_SAMPLES, warps * MOST_BLOCKS)
-        splits = 1 << max(0, math.ceil(math.log2(max(1, wanted))))
-        levels.append([height, width, start, tiles_x, tiles, line_bits, keys, 0, splits, partials])
-        partials += tiles * splits // warps if splits > warps else 0
+        split_bits = math.ceil(math.log2(max(1, wanted)))
+        levels.append([height, width, start, tiles_x, tiles, line_bits, keys, 0, split_bits, partials])
+        partials += (tiles << split_bits) // warps if 1 << split_bits > warps else 0
         keys += tiles * KINDS + 1
         start += height * width
     # Small levels have the longest lists: they come first.
     for level in reversed(levels):
         level[7] = blocks
-        blocks += -(-level[4] * level[8] // warps)
+        blocks += -(-(level[4] << level[8]) // warps)
     level_keys = max(level[4] for level in levels) * KINDS + 1
-    chunks = -(-queries // CHUNK)
-    chunk = -(-queries // chunks)
+    chunks, chunk = -(-queries // CHUNK), min(queries, CHUNK)
     shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
     if shared + STATIC_BYTES > room or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
@@ -252,7 +252,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     keys, chunks, chunk, all_partials = tiling.keys, tiling.chunks, tiling.chunk, tiling.partials
     grids = f"{len(tiling.grids)}s"
     count = _kernel(problem, device.index, "msda_count", f"2P{grids}i2P2if", dynamic=True)
-    sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}3i4P3if")
+    sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}2i4P3if")
     gather = _kernel(problem, device.index, "msda_gather", f"P{grids}2i4PiP3i")
 
     places = torch.empty(pairs * keys * chunks + 1, dtype=torch.int32, device=device)
@@ -278,7 +278,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     for first in range(0, pairs, at_once):
         some = min(at_once, pairs - first)
         sort(
-            (sort_blocks, some, 1), THREADS, *inputs, tiling.grids, keys, chunks, chunk, place, rank, record, arrival,
+            (sort_blocks, some, 1), THREADS, *inputs, tiling.grids, keys, chunks, place, rank, record, arrival,
             all_partials, first, queries, offset_scale,
         )  # fmt: skip
         gather(

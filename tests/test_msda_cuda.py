@@ -83,7 +83,8 @@ def test_every_tile_has_its_warps(queries, channels):
     lines = {22223: [4, 4, 4, 4], 300: [16, 16, 4, 4], 1: [16, 16, 16, 16]}[queries]
     keys = block = partials = 0
     for (height, width), line, level in zip(SIZES, lines, levels, strict=True):
-        _, _, _, tiles_x, tiles, line_bits, first_key, _, splits, first_partial = level
+        _, _, _, tiles_x, tiles, line_bits, first_key, _, split_bits, first_partial = level
+        splits = 1 << split_bits
         assert (1 << line_bits, tiles_x) == (line, -(-width // 8)) and tiles == tiles_x * -(-height // line)
         assert (first_key, first_partial) == (keys, partials)
         assert splits in (1, 2, 4, 8, 16, 32, 64) and splits <= 8 * tiling.warps and (line == 4 or splits == 1)
@@ -91,7 +92,7 @@ def test_every_tile_has_its_warps(queries, channels):
         partials += tiles * splits // tiling.warps if splits > tiling.warps else 0
     for level in reversed(levels):
         assert level[7] == block
-        block += -(-level[4] * level[8] // tiling.warps)
+        block += -(-(level[4] << level[8]) // tiling.warps)
     assert (tiling.keys, tiling.blocks, tiling.partials) == (keys, block, partials)
     assert tiling.level_keys == 4 * max(level[4] for level in levels) + 1
     assert tiling.chunks * tiling.chunk >= queries > (tiling.chunks - 1) * tiling.chunk

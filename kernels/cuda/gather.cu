@@ -6,7 +6,7 @@
 
 constexpr int COLUMNS = D / 8;  // of 8 channels: column j of a product holds channels j, j + COLUMNS, ...
 constexpr int OWN = 2 * COLUMNS;  // channels of a thread: of pixels (lane / 4, y) the ones from lane % 4 · OWN on
-constexpr int GATHER_WARPS = D <= 32 ? 8 : 256 / D;  // as many as shared memory has room for
+constexpr int WARP_BITS = D <= 32 ? 3 : D == 64 ? 2 : 1, GATHER_WARPS = 1 << WARP_BITS;  // shared memory has room for
 constexpr bool EXACT = sizeof(VALUE) == 4;           // float32 is multiplied as two tf32 terms each
 constexpr int RESIDENT_WARPS = COLUMNS > 8 ? 8 : COLUMNS > 4 || EXACT ? 16 : 24;
 struct __align__(COLUMNS * sizeof(VALUE)) Piece { VALUE at[COLUMNS]; };
@@ -119,8 +119,9 @@ __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, 
     *(decltype(out) *)(grad_value + (long long)(grid.start + y * grid.width + x) * STRIDE + lane % 4 * OWN) = out;
 }
 
-// `splits` warps share the samples of a tile; it has TILE_Y lines if they are several. Where they fill several blocks, the last block to arrive adds up the
-// `partials` of all, in their order. Grid: tiles of all levels, pairs of batch and head.
+// A power of two of warps shares the samples of a tile; it has TILE_Y lines if they are several. Where they fill several
+// blocks, the last block to arrive adds up the `partials` of all, in their order. Grid: tiles of all levels, pairs of
+// batch and head.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS, RESIDENT_WARPS / GATHER_WARPS)
 msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places, const Record *sorted,
             float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair, int S, int Q) {
@@ -138,14 +139,15 @@ msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, in
     grad_value += (long long)b * S * STRIDE + h * D;
     int block = blockIdx.x - grid.first_block;
 
-    int sharing = min(grid.splits, GATHER_WARPS), blocks = grid.splits / sharing;
-    int tile = block / blocks * (GATHER_WARPS / sharing) + warp / sharing;
+    int sharing_bits = min(grid.split_bits, WARP_BITS), block_bits = grid.split_bits - sharing_bits;
+    int sharing = 1 << sharing_bits, blocks = 1 << block_bits;
+    int tile = (block >> block_bits << WARP_BITS - sharing_bits) + (warp >> sharing_bits), part = warp & sharing - 1;
     int x = tile % grid.tiles_x * TILE_X, y = tile / grid.tiles_x << grid.line_bits;
-    block %= blocks;
+    block &= blocks - 1;
     Runs runs = {};
     if (tile < grid.tiles) runs = runs_of(sorted, place, chunks, tile, grid);
-    int steps = (runs.total + 31) / 32, share = (steps + grid.splits - 1) / grid.splits;
-    int step = (block * sharing + warp % sharing) * share;
+    int steps = (runs.total + 31) / 32, share = steps + (1 << grid.split_bits) - 1 >> grid.split_bits;
+    int step = (block * sharing + part) * share;
     // A tile of a warp's own may be high: it is taken TILE_Y lines at a time.
     int end = sharing > 1 ? y + 1 : tile < grid.tiles ? min(y + (1 << grid.line_bits), grid.height) : y;
     float sum[TILE_Y / 2][COLUMNS][4] = {};
@@ -166,9 +168,9 @@ msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, in
         for (int j = 0; j < OWN; j++) sums[warp][line * TILE_X + g][t * OWN + j] = take_channel(sum, line, j);
     __syncthreads();
     // The warps of a tile share its lines.
-    int slot = blockIdx.y * all_partials + grid.first_partial + tile * blocks, first_warp = warp / sharing * sharing;
+    int slot = blockIdx.y * all_partials + grid.first_partial + tile * blocks, first_warp = warp - part;
     float *partial = partials + (long long)slot * 32 * D + g * D + t * OWN;
-    for (int line = warp % sharing; line < TILE_Y; line += sharing) {
+    for (int line = part; line < TILE_Y; line += sharing) {
         float out[OWN] = {};
         for (int w = 0; w < sharing; w++)
 #pragma unroll

@@ -8,15 +8,23 @@
 constexpr int WARPS = THREADS / 32;
 constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3, KINDS = 4;
 
-// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, how many warps share a tile, and where
-// the sums of blocks that share one begin.
-struct Grid { int height, width, start, tiles_x, tiles, line_bits, first_key, first_block, splits, first_partial; };
+// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, the logarithm of how many warps
+// share a tile, and where the sums of blocks that share one begin.
+struct Grid { int height, width, start, tiles_x, tiles, line_bits, first_key, first_block, split_bits, first_partial; };
 struct Grids { Grid at[L]; };
 
 // What the gather needs of a sample; `row` counts queries over the batch.
 struct __align__(16) Record { float x, y, weight; int row; };
 
+__device__ constexpr bool same_points() {
+    for (int l = 1; l < L; l++)
+        if (num_points[l] != num_points[0]) return false;
+    return true;
+}
+constexpr bool SAME_POINTS = same_points();  // on all levels: then divisions by their number are by a constant
+
 __device__ __forceinline__ int first_point(int level) {
+    if (SAME_POINTS) return level * num_points[0];
     int p = 0;
 #pragma unroll
     for (int l = 0; l < L; l++) p += l < level ? num_points[l] : 0;
@@ -26,7 +34,7 @@ __device__ __forceinline__ int first_point(int level) {
 __device__ __forceinline__ int count_points(int level) {
     int k = num_points[0];
 #pragma unroll
-    for (int l = 1; l < L; l++) k = l == level ? num_points[l] : k;
+    for (int l = 1; l < L && !SAME_POINTS; l++) k = l == level ? num_points[l] : k;
     return k;
 }
 
@@ -68,8 +76,8 @@ __device__ __forceinline__ void sum_before(int *x, int count, int first) {
 // of queries and points. Grid: chunks of queries, levels, batch · heads. A level has one key more than it needs, whose
 // place will be the end of its last. A lone chunk writes the keys' places in the list of its pair at once.
 extern "C" __global__ void __launch_bounds__(THREADS)
-msda_count(const REFERENCE *reference, const POINT *points, const __grid_constant__ Grids grids, int keys, int *counts, u16 *ranks, int chunk,
-           int Q, float offset_scale) {
+msda_count(const REFERENCE *reference, const POINT *points, const __grid_constant__ Grids grids, int keys, int *counts,
+           u16 *ranks, int chunk, int Q, float offset_scale) {
     extern __shared__ int shared[];
     int chunks = gridDim.x, level = blockIdx.y, pair = blockIdx.z, b = pair / M, h = pair % M;
     Grid grid = grids.at[level];
@@ -138,7 +146,7 @@ __device__ __forceinline__ int list_of(const int *places, int keys, int chunks, 
 // they lie in memory; a warp then takes one point of 32 queries, whose places are often neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS)
 msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, const __grid_constant__ Grids grids, int keys, int chunks,
-          int chunk, const int *places, const u16 *ranks, Record *sorted, int *arrived, int all_partials, int first_pair,
+          const int *places, const u16 *ranks, Record *sorted, int *arrived, int all_partials, int first_pair,
           int Q, float offset_scale) {
     __shared__ Pair<POINT> point_of[SORT_QUERIES][P + 1];
     __shared__ float weight_of[SORT_QUERIES][P + 1], largest_of[SORT_QUERIES], scale_of[SORT_QUERIES];
@@ -180,7 +188,7 @@ msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights
             int key = key_at(pixel, grid);
             record[n] = {pixel[0], pixel[1], weight, row};
             if (key >= 0)
-                to[n] = place[(long long)(grid.first_key + key) * chunks + (first + q) / chunk] +
+                to[n] = place[(long long)(grid.first_key + key) * chunks + (chunks > 1 ? (first + q) / CHUNK : 0)] +
                         ranks[(long long)(pair * P + p) * Q + first + q];
         }
 #pragma unroll
