@@ -35,7 +35,7 @@ WARP_SAMPLES, MOST_BLOCKS = 192, 8
 RECORD_BYTES, RECORD = 24 << 20, 16
 
 MAX_POINTS = 64  # all are unrolled
-STATIC_BYTES = 2 << 10  # of shared memory, at most, beside what a block of the count is launched with
+STATIC_BYTES = 2 << 10  # of shared memory, at most, that a block of the count and CUDA itself take beside
 MAX_INDEX = 2**31 - 1
 
 
@@ -177,7 +177,7 @@ class Tiling(NamedTuple):
         blocks: of the gather, per pair of batch and head.
         partials: sums of blocks that share a tile, per pair.
         chunks, chunk: blocks of the count, and the queries of each.
-        shared_bytes: memory of a block of the count.
+        count_warps, shared_bytes: of a block of the count.
         warps: of a block of the gather.
         grids: `Grids` of sort.cu, as it lies in memory.
     """
@@ -188,9 +188,17 @@ class Tiling(NamedTuple):
     partials: int
     chunks: int
     chunk: int
+    count_warps: int
     shared_bytes: int
     warps: int
     grids: bytes
+
+
+def _count_warps(keys: int, samples_bytes: int, room: int) -> tuple[int, int]:
+    """Warps of a block of the count and its bytes of shared memory: what keeps most warps on a multiprocessor."""
+    padded = -(-keys // 8) * 8
+    options = {warps: padded * (4 + 2 * warps) + samples_bytes for warps in (8, 4, 2, 1)}
+    return max(options.items(), key=lambda option: (room // option[1] * option[0], -option[1]))
 
 
 @lru_cache(maxsize=1024)
@@ -225,11 +233,11 @@ def tiling(
         blocks += -(-(level[4] << level[8]) // warps)
     level_keys = max(level[4] for level in levels) * KINDS + 1
     chunks, chunk = -(-queries // CHUNK), min(queries, CHUNK)
-    shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
-    if shared + STATIC_BYTES > room or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
+    count_warps, shared = _count_warps(level_keys, 4 * chunk * max(num_points), room - STATIC_BYTES)
+    if shared > room - STATIC_BYTES or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
     grids = struct.pack(f"{10 * len(levels)}i", *itertools.chain(*levels))
-    return Tiling(keys, level_keys, blocks, partials, chunks, chunk, shared, warps, grids)
+    return Tiling(keys, level_keys, blocks, partials, chunks, chunk, count_warps, shared, warps, grids)
 
 
 def msda_backward_value(operands, grad_value, tiling: Tiling, num_points, softmax, offset_scale) -> None:
@@ -269,7 +277,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     levels = len(num_points)
     blocks = (chunks, levels, pairs)
     count(
-        blocks, THREADS, *inputs[:2], tiling.grids, keys, place, rank, chunk, queries, offset_scale,
+        blocks, 32 * tiling.count_warps, *inputs[:2], tiling.grids, keys, place, rank, chunk, queries, offset_scale,
         shared_bytes=tiling.shared_bytes,
     )  # fmt: skip
     if chunks > 1:

@@ -24,7 +24,7 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 struct Index { u32 x = 0, y = 0, z = 0; };
-static Index gridDim, blockIdx, threadIdx;
+static Index gridDim, blockDim, blockIdx, threadIdx;
 static int *dynamic_shared;
 
 // Fibers
@@ -202,6 +202,7 @@ void launch(void (*kernel)(Arguments...), Index grid, u32 threads, u32 shared_by
     dynamic_shared = memory.data();
     body = [&] { std::apply(kernel, values); };
     gridDim = grid;
+    blockDim = {threads, 1, 1};
     for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
         for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
             for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block(threads);

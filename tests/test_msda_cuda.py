@@ -98,10 +98,18 @@ def test_every_tile_has_its_warps(queries, channels):
     assert tiling.chunks * tiling.chunk >= queries > (tiling.chunks - 1) * tiling.chunk
 
 
+def test_the_count_keeps_most_warps_on_a_multiprocessor():
+    assert msda_cuda._count_warps(2101, 32 << 10, ROOM) == (8, 2104 * 20 + (32 << 10))
+    assert msda_cuda._count_warps(8401, 32 << 10, ROOM) == (8, 8408 * 20 + (32 << 10))
+    assert msda_cuda._count_warps(24577, 32 << 10, ROOM) == (2, 24584 * 8 + (32 << 10))
+    # Shared memory of SM 8.6.
+    assert msda_cuda._count_warps(8401, 32 << 10, 97 << 10) == (1, 8408 * 6 + (32 << 10))
+
+
 def test_levels_that_the_sort_has_no_room_for():
-    assert msda_cuda.tiling(((1000, 1000),), (4,), 300, 8, 32, ROOM) is None
-    assert msda_cuda.tiling(((100, 167),), (4,), 9000, 8, 32, ROOM) is not None
-    assert msda_cuda.tiling(((100, 167),), (4,), 9000, 8, 32, 48 << 10) is None
+    assert msda_cuda.tiling(((1000, 1000),), (4,), 300000, 8, 32, ROOM) is None
+    assert msda_cuda.tiling(((384, 512),), (4,), 300000, 8, 32, ROOM).count_warps == 2
+    assert msda_cuda.tiling(((384, 512),), (4,), 300000, 8, 32, 99 << 10) is None
     assert msda_cuda.tiling(((0, 7),), (4,), 300, 8, 32, ROOM) is None
 
 
@@ -242,6 +250,15 @@ def test_long_lists_chunks_and_slices(target, monkeypatch, dtype, at_once, chann
     problem = Problem.random(queries=queries, heads=2, channels=channels, sizes=sizes, dtypes=(dtype,))
     problem.check(dtype, *target)
     msda_cuda.tiling.cache_clear()
+
+
+@pytest.mark.parametrize("room, warps", [(1300, 4), (900, 1)])
+def test_little_shared_memory(target, monkeypatch, room, warps):
+    sizes, queries = ((9, 17), (3, 4)), 40
+    monkeypatch.setattr(_nvrtc, "shared_memory", lambda device: room)
+    monkeypatch.setattr(msda_cuda, "STATIC_BYTES", 0)
+    assert msda_cuda.tiling(sizes, (4, 4), queries, 4, 32, room).count_warps == warps
+    Problem.random(queries=queries, heads=2, channels=32, sizes=sizes).check(F32, *target)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ __device__ __forceinline__ int key_at(const float *pixel, const Grid &grid) {
 // x[i] becomes `first` plus the sum of all before it.
 __device__ __forceinline__ void sum_before(int *x, int count, int first) {
     __shared__ int sums[WARPS];
-    int each = (count + THREADS - 1) / THREADS, begin = min(threadIdx.x * each, count), end = min(begin + each, count);
+    int each = (count + blockDim.x - 1) / blockDim.x, begin = min(threadIdx.x * each, count), end = min(begin + each, count);
     int own = 0, lane = threadIdx.x % 32;
     for (int i = begin; i < end; i++) own += x[i];
     int before = own;
@@ -82,17 +82,18 @@ msda_count(const REFERENCE *reference, const POINT *points, const __grid_constan
     int chunks = gridDim.x, level = blockIdx.y, pair = blockIdx.z, b = pair / M, h = pair % M;
     Grid grid = grids.at[level];
     int own_keys = grid.tiles * KINDS + 1, K = count_points(level), padded = (own_keys + 7) / 8 * 8;
+    int threads = blockDim.x, warps = threads / 32;  // fewer where a level has many keys
     int *count = shared;                    // [own_keys]
-    u16 *before = (u16 *)(count + padded);  // [WARPS][own_keys]: of the warps before
-    u16 *key_of = before + WARPS * padded;  // [chunk · K]
+    u16 *before = (u16 *)(count + padded);  // [warps][own_keys]: of the warps before
+    u16 *key_of = before + warps * padded;  // [chunk · K]
     u16 *rank = key_of + chunk * K;         // [chunk · K]: of the same warp before
-    for (int i = threadIdx.x; i < padded * WARPS / 8; i += THREADS) ((Vector *)before)[i] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < padded * warps / 8; i += threads) ((Vector *)before)[i] = {0, 0, 0, 0};
     __syncthreads();
 
     // Every warp has a run of samples of its own, in whose order it works.
     int first = blockIdx.x * chunk, samples = min(chunk, Q - first) * K;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int share = (samples + WARPS - 1) / WARPS, begin = warp * share, end = min(begin + share, samples);
+    int share = (samples + warps - 1) / warps, begin = warp * share, end = min(begin + share, samples);
     u16 *own = before + warp * padded;
     for (int start = begin + lane; start - lane < end; start += BATCH * 32) {
         int key[BATCH];
@@ -118,10 +119,9 @@ msda_count(const REFERENCE *reference, const POINT *points, const __grid_constan
     }
     __syncthreads();
     // Two keys at a time: no sum reaches 2^16.
-    for (int i = threadIdx.x; i < padded / 2; i += THREADS) {
+    for (int i = threadIdx.x; i < padded / 2; i += threads) {
         u32 sum = 0, *pair_of = (u32 *)before + i;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++, pair_of += padded / 2) {
+        for (int w = 0; w < warps; w++, pair_of += padded / 2) {
             u32 counts = *pair_of;
             *pair_of = sum;
             sum += counts;
@@ -133,7 +133,7 @@ msda_count(const REFERENCE *reference, const POINT *points, const __grid_constan
     for (int i = begin + lane; i < end; i += 32) ranks[i % K * Q + i / K] = own[key_of[i]] + rank[i];
     if (chunks == 1) sum_before(count, own_keys, first_point(level) * Q);
     int *to = counts + ((long long)pair * keys + grid.first_key) * chunks + blockIdx.x + (chunks > 1);
-    for (int i = threadIdx.x; i < own_keys; i += THREADS) to[(long long)i * chunks] = count[i];
+    for (int i = threadIdx.x; i < own_keys; i += threads) to[(long long)i * chunks] = count[i];
     if (chunks > 1 && threadIdx.x + blockIdx.x + level + pair == 0) counts[0] = 0;
 }
 
