@@ -118,9 +118,11 @@ def _run(
     backend: Backend | str | None,
     fp32_grad_accum: bool | None,
 ) -> Tensor:
-    for name, operand in (*operands.items(), ("reference_points", boxes)):
-        if not isinstance(operand, Tensor) and (name != "reference_points" or boxes is not None):
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
             raise TypeError(f"{name} is a {type(operand).__name__}: a torch.Tensor is expected")
+    if boxes is not None and not isinstance(boxes, Tensor):
+        raise TypeError(f"reference_points is a {type(boxes).__name__}: a torch.Tensor is expected")
     if num_points is not None and (isinstance(num_points, int) or any(not isinstance(k, int) for k in num_points)):
         raise TypeError(f"num_points={num_points!r}: one whole number per level is expected")
     value, points, weights = operands.values()
@@ -145,7 +147,7 @@ def _run(
     shapes, starts = device_layout(shapes, starts, value.shape[1], value.device)
     return ops.msda(
         value, shapes, starts, boxes, points, weights, counts, softmax, offset_scale, fp32_grad_accum is not False,
-        None if backend is None else str(chosen),
+        None if backend is None else chosen.value,
     )  # fmt: skip
 
 
@@ -180,7 +182,8 @@ def _checked(
     if backend is not None and chosen is Backend.CUDA:
         from deformops_models.kernels.msda_cuda import problem
 
-        if reason := problem(value[0], points[0][1], tuple(counts)):
+        # Its cache would only make a tracer warn; this function has one itself.
+        if reason := problem.__wrapped__(value[0], points[0][1], tuple(counts)):
             raise RuntimeError(f"backend='cuda' cannot run: {reason}. Leave it out, or pass backend='triton'")
     return counts, chosen
 

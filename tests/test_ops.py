@@ -100,6 +100,25 @@ def test_the_operators_run_on_a_cpu_without_the_interpreter():
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", [None, "cuda", "triton", "eager"])
+@pytest.mark.filterwarnings("error:Dynamo detected a call")
+def test_the_call_on_a_gpu_is_traced_without_one(backend, dynamic):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
+    def run(value, reference, offsets, logits):
+        options = {"num_points": [2, 1], "backend": backend}
+        return dm.deformable_attention(value * 1, [(5, 9), (3, 4)], None, reference, offsets, logits, **options) * 1
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shapes = ((2, 57, 2, 16), (2, 3, 2, 2), (2, 3, 2, 3, 2), (2, 3, 2, 3))
+        output = run(*(torch.empty(shape, device="cuda") for shape in shapes))
+    assert output.shape == (2, 3, 32) and output.device.type == "cuda"
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_compile_in_one_graph(device, dynamic):
     torch.compiler.reset()
     sizes = [(5, 9), (3, 4)]
