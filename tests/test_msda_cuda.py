@@ -320,6 +320,28 @@ def test_what_is_not_finite_shows(target):
     assert expected.any() and (found | ~expected).all()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", ["grad", "weights"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_no_kind_of_nan_is_lost_from_the_values_gradient(target, dtype, name, bits):
+    """0x7fffffff is what a GPU's arithmetic gives."""
+    device, backend = target
+    problem = Problem.random(batch=1, queries=4, heads=1, channels=32, coordinates=0, dtypes=(dtype,))
+    problem.points = problem.points.clamp(0.1, 0.9)
+    leaves = [t.to(device, dtype) for t in (problem.value, problem.points, problem.weights, problem.grad)]
+    odd = 2 if name == "weights" else 3
+    leaves[odd] = leaves[odd].float() if name == "weights" else leaves[odd]
+    whole = leaves[odd].view(torch.int32 if leaves[odd].dtype == F32 else torch.int16)
+    whole[0, 1] = bits if whole.dtype == torch.int32 else bits >> 16
+    assert leaves[odd].isnan().any()
+    value, points, weights = (t.requires_grad_() for t in leaves[:3])
+    output = dm.msda(value, problem.sizes, None, points, weights, num_points=problem.num_points, backend=backend)
+    found = torch.autograd.grad(output, value, leaves[3])[0]
+    exact = dm.msda(value, problem.sizes, None, points, weights, num_points=problem.num_points, backend="eager")
+    expected = torch.autograd.grad(exact, value, leaves[3])[0]
+    assert expected.isnan().any() and not (found.isfinite() & expected.isnan()).any()
+
+
 @pytest.mark.parametrize("need_value", [True, False])
 @pytest.mark.parametrize("need_reference", [True, False])
 def test_only_the_gradients_that_are_asked_for(target, need_value, need_reference):

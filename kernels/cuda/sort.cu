@@ -178,7 +178,8 @@ msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights
             float weight = weight_of[q][p];
             if (SOFTMAX) weight = exponential(weight - largest_of[q]) * scale_of[q];
             int key = key_at(pixel, grid);
-            record[n] = {pixel[0], pixel[1], weight, row};
+            // Infinity is as much an error to see as NaN, and the gather's rounding cannot lose it.
+            record[n] = {pixel[0], pixel[1], weight == weight ? weight : INFINITY, row};
             if (key >= 0)
                 to[n] = place[(long long)(grid.first_key + key) * chunks + (first + q) / chunk] +
                         ranks[(long long)(pair * P + p) * Q + first + q];
