@@ -386,6 +386,15 @@ def test_going_on_needs_resume_and_the_same_arguments(mask2former, data, tmp_pat
     assert "done: step 4" in capsys.readouterr().out and losses(tmp_path) == before
 
 
+def test_a_new_training_does_not_replace_the_best_of_another(mask2former, data, tmp_path, capsys):
+    best = tmp_path / "best" / "model.safetensors"
+    best.parent.mkdir()
+    best.write_bytes(b"kept")
+    assert main(arguments(mask2former, data, tmp_path)) == 2
+    assert "a new training would replace its best/; choose another --out" in capsys.readouterr().err
+    assert best.read_bytes() == b"kept"
+
+
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
 def test_numbers_that_are_not_finite_stop_with_step_and_images(name, data, tmp_path, capsys, request):
     model = request.getfixturevalue(name)
@@ -435,6 +444,9 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
         (["--epochs", 0], "--epochs 0: the least is 1"),
         (["--workers", -1], "--workers -1: the least is 0"),
         (["--lr", 0], "--lr 0.0: it has to be positive"),
+        (["--lr", "nan"], "--lr nan: it has to be positive"),
+        (["--weight-decay", -1], "--weight-decay -1.0: the least is 0"),
+        (["--backbone-scale", -1], "--backbone-scale -1.0: the least is 0"),
         (["--ema", 2], "--ema 2.0: it is a decay between 0 and 1"),
         (["--image-size", 100], "--image-size 100: use a multiple of 32"),
         (["--model", "mask3former"], "unknown checkpoint 'mask3former'"),
@@ -462,6 +474,13 @@ def test_gpu_that_emulates_bfloat16_is_refused(mask2former, data, tmp_path, caps
     run = [a for a in run if a not in ("--fp32", "--device", "cpu")]
     assert main([*run, "--bf16"]) == 2
     assert "--bf16: Tesla T4 has no bfloat16 of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "least"), [("--workers", 0), ("--limit", 1), ("--image-size", 1)])
+def test_eval_checks_its_numbers(option, least, deformable_detr, data, capsys):
+    options = ["--model", str(deformable_detr), "--data", str(data), "--device", "cpu", option, str(least - 1)]
+    assert main(["eval", *options]) == 2
+    assert f"{option} {least - 1}: the least is {least}" in capsys.readouterr().err
 
 
 def test_eval_needs_weights_and_known_classes(mask2former, deformable_detr, data, capsys):
