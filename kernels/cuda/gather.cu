@@ -122,11 +122,12 @@ __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, 
     *(decltype(out) *)(grad_value + (long long)(grid.start + y * grid.width + x) * STRIDE + lane % 4 * OWN) = out;
 }
 
-// `splits` warps share the samples of a tile; it has TILE_Y lines if they are several. Where they fill several blocks, the last block to arrive adds up the
-// `partials` of all, in their order. Grid: tiles of all levels, pairs of batch and head.
+// `splits` warps share the samples of a tile; it has TILE_Y lines if they are several. Where they fill several blocks, the
+// last block to arrive adds up the `partials` of all, in their order. Grid: tiles of all levels, pairs of batch and head.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS, RESIDENT_WARPS / GATHER_WARPS)
-msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places, const Record *sorted,
-            float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair, int S, int Q) {
+msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places,
+            const Record *sorted, float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair,
+            int S, int Q) {
     __shared__ Record samples[GATHER_WARPS][32];
     __shared__ float sums[GATHER_WARPS][32][D + 4];
     __shared__ bool last;

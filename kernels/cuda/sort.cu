@@ -1,15 +1,18 @@
 // The gradient of the value without atomics, first half: the samples of each head and level are sorted by the tile of
 // pixels that they touch, so that a tile can gather its own.
 //
-// A tile is TILE_X pixels wide and a power of two of at least TILE_Y lines high, more where samples are few. A sample belongs to the tile of its upper left pixel and, within it, to one of four
-// kinds by whether its right or lower neighbours lie in the next tile. So a tile's samples are four runs of the sorted
-// list: its own, and those of the left, upper and upper left tile that reach into it. A key is tile · KINDS + kind.
+// A tile is TILE_X pixels wide; its lines are a power of two, TILE_Y or, where samples are few, more. A sample belongs to
+// the tile of its upper left pixel and, within it, to one of four kinds by whether its right or lower neighbours lie in
+// the next tile. So a tile's samples are four runs of the sorted list: its own, and those of the left, upper and upper
+// left tile that reach into it. A key is tile · KINDS + kind.
+//
+// Count and sort find the same key for a sample because both call `place_point`, whose sums the compiler contracts alike.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3, KINDS = 4;
 
-// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, how many warps share a tile, and where
-// the sums of blocks that share one begin.
+// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, how
+// many warps share a tile, and where the sums of blocks that share one begin.
 struct Grid { int height, width, start, tiles_x, tiles, line_bits, first_key, first_block, splits, first_partial; };
 struct Grids { Grid at[L]; };
 
@@ -68,8 +71,8 @@ __device__ __forceinline__ void sum_before(int *x, int count, int first) {
 // of queries and points. Grid: chunks of queries, levels, batch · heads. A level has one key more than it needs, whose
 // place will be the end of its last. A lone chunk writes the keys' places in the list of its pair at once.
 extern "C" __global__ void __launch_bounds__(THREADS)
-msda_count(const REFERENCE *reference, const POINT *points, const __grid_constant__ Grids grids, int keys, int *counts, u16 *ranks, int chunk,
-           int Q, float offset_scale) {
+msda_count(const REFERENCE *reference, const POINT *points, const __grid_constant__ Grids grids, int keys, int *counts,
+           u16 *ranks, int chunk, int Q, float offset_scale) {
     extern __shared__ int shared[];
     int chunks = gridDim.x, level = blockIdx.y, pair = blockIdx.z, b = pair / M, h = pair % M;
     Grid grid = grids.at[level];
@@ -137,9 +140,9 @@ __device__ __forceinline__ int list_of(const int *places, int keys, int chunks, 
 // Writes the samples of `gridDim.y` pairs of batch and head, from `first_pair` on, at their places. Rows are read as
 // they lie in memory; a warp then takes one point of 32 queries, whose places are often neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS)
-msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, const __grid_constant__ Grids grids, int keys, int chunks,
-          int chunk, const int *places, const u16 *ranks, Record *sorted, int *arrived, int all_partials, int first_pair,
-          int Q, float offset_scale) {
+msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, const __grid_constant__ Grids grids,
+          int keys, int chunks, int chunk, const int *places, const u16 *ranks, Record *sorted, int *arrived,
+          int all_partials, int first_pair, int Q, float offset_scale) {
     __shared__ Pair<POINT> point_of[SORT_QUERIES][P + 1];
     __shared__ float weight_of[SORT_QUERIES][P + 1], largest_of[SORT_QUERIES], scale_of[SORT_QUERIES];
     int pair = first_pair + blockIdx.y, b = pair / M, h = pair % M;
