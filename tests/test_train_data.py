@@ -232,6 +232,15 @@ def test_unreadable_json_and_missing_folders(broken, tmp_path):
         file.write_text(content)
         with pytest.raises(UsageError, match=message):
             coco.read_split(str(broken.folder), "train", masks=True)
+    rows = '{"images": [], "annotations": [], "categories": [%s]}'
+    for categories, message in (
+        ("", "it names no category"),
+        ('{"id": 1, "name": "a"}, {"id": 1, "name": "b"}', "2 categories have the id 1; give each its own"),
+        ('{"id": 1, "name": "a"}, {"id": 2, "name": "a"}', "2 categories have the name a; give each its own"),
+    ):
+        file.write_text(rows % categories)
+        with pytest.raises(UsageError, match=message):
+            coco.read_split(str(broken.folder), "train", masks=True)
     with pytest.raises(UsageError, match="no such folder"):
         coco.read_split(str(tmp_path / "nowhere"), "train", masks=True)
     file.unlink()

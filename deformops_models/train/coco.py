@@ -97,6 +97,12 @@ def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False)
         raise UsageError(f"{file}: cannot read it: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file}: not COCO's format: {type(error).__name__} {error}") from None
+    if not categories:
+        raise UsageError(f"{file}: it names no category")
+    for key in ("id", "name"):
+        value, times = Counter(category[key] for category in categories).most_common(1)[0]
+        if times > 1:
+            raise UsageError(f"{file}: {times} categories have the {key} {value}; give each its own")
     problems = list(_check_images(file, folder, images))
     broken = {problem.image_id for problem in problems}
     images = [image for image in images if image.get("id") not in broken]
