@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from deformops_models.cli import main  # noqa: E402
+from deformops_models.console import UsageError  # noqa: E402
 from deformops_models.train import checkpoint, history, tasks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -386,6 +387,15 @@ def test_going_on_needs_resume_and_the_same_arguments(mask2former, data, tmp_pat
     assert "done: step 4" in capsys.readouterr().out and losses(tmp_path) == before
 
 
+def test_damaged_log_is_one_error(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    assert history.read(file) == [{"step": 1}, {"step": 2}]
+    file.write_bytes(b'{"step": 1}\n\x00\xff\n{"step": 3}\n')
+    with pytest.raises(UsageError, match=r"log.jsonl, line 2: .*; take this line out of it"):
+        history.read(file)
+
+
 def test_a_new_training_does_not_replace_the_best_of_another(mask2former, data, tmp_path, capsys):
     best = tmp_path / "best" / "model.safetensors"
     best.parent.mkdir()
@@ -443,6 +453,7 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
     [
         (["--epochs", 0], "--epochs 0: the least is 1"),
         (["--workers", -1], "--workers -1: the least is 0"),
+        (["--seed", 2**63], f"--seed {2**63}: the most is {2**63 - 1}"),
         (["--lr", 0], "--lr 0.0: it has to be positive"),
         (["--lr", "nan"], "--lr nan: it has to be positive"),
         (["--weight-decay", -1], "--weight-decay -1.0: the least is 0"),

@@ -70,6 +70,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in (*at_least_one, "workers", "seed", "warmup", "save_every"):
         if (value := getattr(args, name)) is not None and value < (name in at_least_one):
             raise UsageError(f"--{name.replace('_', '-')} {value}: the least is {int(name in at_least_one)}")
+    if args.seed >= 2**63:
+        raise UsageError(f"--seed {args.seed}: the most is {2**63 - 1}")
     for name in ("lr", "clip"):
         if not getattr(args, name) > 0:  # nor NaN
             raise UsageError(f"--{name} {getattr(args, name)}: it has to be positive")
@@ -118,7 +120,7 @@ class _Training:
         self.last, self.best = self.out / "last", self.out / "best"
         self.train, self.val = (self._read(split) for split in ("train", "val"))
         if self.train.categories != self.val.categories:
-            raise UsageError(f"{self.train.file} and {self.val.file} have different categories")
+            raise UsageError(f"{self.train.file} and {self.val.file} have different categories; give both the same")
         micro_batch = args.batch_size * accelerator.num_processes
         self.steps_per_epoch = -(-len(self.train.images) // (micro_batch * args.accumulate))
         self.steps = args.epochs * self.steps_per_epoch
