@@ -24,8 +24,8 @@ _TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfl
 
 #: Threads of a block, in the kernels of rows and in all others.
 ROW_THREADS, THREADS = 128, 256
-#: Queries of a block of the count, and samples that a thread takes at a time.
-CHUNK, BATCH = 2048, 4
+#: Queries of a block of the count, at least where shared memory is short, and samples that a thread takes at a time.
+CHUNK, LEAST_CHUNK, BATCH = 2048, 512, 4
 #: Pixels of a tile of the value's gradient, its lines where fewer samples than these would touch it, and the kinds of
 #: samples in it.
 TILE_X, TILE_Y, HIGH_TILE_Y, SPARSE_SAMPLES, KINDS = 8, 4, 16, 16, 4
@@ -223,9 +223,11 @@ def tiling(
         level[7] = blocks
         blocks += -(-level[4] * level[8] // warps)
     level_keys = max(level[4] for level in levels) * KINDS + 1
-    chunks = -(-queries // CHUNK)
+    shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16)
+    most = max(min(CHUNK, LEAST_CHUNK), min(CHUNK, (room - STATIC_BYTES - shared) // (4 * max(num_points))))
+    chunks = -(-queries // most)
     chunk = -(-queries // chunks)
-    shared = -(-level_keys // 8) * 8 * (4 + THREADS // 16) + 4 * chunk * max(num_points)
+    shared += 4 * chunk * max(num_points)
     if shared + STATIC_BYTES > room or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
     grids = struct.pack(f"{10 * len(levels)}i", *itertools.chain(*levels))

@@ -97,6 +97,15 @@ def test_every_tile_has_its_warps(queries, channels):
     assert tiling.chunks * tiling.chunk >= queries > (tiling.chunks - 1) * tiling.chunk
 
 
+@pytest.mark.parametrize(
+    "room, points, chunks", [(227, 4, 11), (227, 16, 11), (163, 16, 12), (99, 4, 11), (99, 16, 25)]
+)
+def test_chunks_fit_into_shared_memory(room, points, chunks):
+    tiling = msda_cuda.tiling(SIZES, (points,) * 4, 22223, 16, 32, room << 10)
+    assert tiling.chunks == chunks and tiling.chunks * tiling.chunk >= 22223
+    assert tiling.shared_bytes + msda_cuda.STATIC_BYTES <= room << 10
+
+
 def test_levels_that_the_sort_has_no_room_for():
     assert msda_cuda.tiling(((1000, 1000),), (4,), 300, 8, 32, ROOM) is None
     assert msda_cuda.tiling(((100, 167),), (4,), 9000, 8, 32, ROOM) is not None
