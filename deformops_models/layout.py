@@ -118,11 +118,10 @@ def _known(tensor: Tensor) -> tuple | None:
     if found is not None or tensor not in _learned:
         return found
     version, numbers, copied = _learned[tensor]
-    if version != tensor._version:
+    # A captured graph reads the tensor anew at each replay.
+    if version != tensor._version or torch.cuda.is_current_stream_capturing():
         return None
     if copied is not None:
-        if torch.cuda.is_current_stream_capturing():
-            return None
         copied.synchronize()
         numbers = tuple(tuple(row) if isinstance(row, list) else row for row in numbers.tolist())
         _learned[tensor] = version, numbers, None
@@ -136,7 +135,7 @@ _learned = WeakTensorKeyDictionary()
 def learn(*tensors: Tensor | None) -> None:
     """Begins to copy small device tensors here, without waiting; `known_sizes` looks at them later."""
     for tensor in tensors:
-        if tensor is None or not tensor.is_cuda or tensor.data_ptr() in _numbers:
+        if tensor is None or not tensor.is_cuda or tensor.is_inference() or tensor.data_ptr() in _numbers:
             continue
         if tensor in _learned and _learned[tensor][0] == tensor._version:
             continue

@@ -24,8 +24,8 @@ _TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfl
 
 #: Threads of a block, in the kernels of rows and in all others.
 ROW_THREADS, THREADS = 128, 256
-#: Queries of a block of the count, and samples that a thread takes at a time.
-CHUNK, BATCH = 2048, 4
+#: Queries of a block of the count, at least where shared memory is short, and samples that a thread takes at a time.
+CHUNK_BITS, BATCH = (11, 10, 9), 4
 #: Pixels of a tile of the value's gradient, its lines where fewer samples than these would touch it, and the kinds of
 #: samples in it.
 TILE_X, TILE_Y, HIGH_TILE_Y, SPARSE_SAMPLES, KINDS = 8, 4, 16, 16, 4
@@ -97,7 +97,6 @@ def source(problem: Problem) -> str:
         "ROW_THREADS": ROW_THREADS,
         "SORT_QUERIES": _sort_queries(problem.num_points),
         "BATCH": BATCH,
-        "CHUNK": CHUNK,
         "TILE_X": TILE_X,
         "TILE_Y": TILE_Y,
         "INFINITY": "__int_as_float(0x7f800000)",
@@ -176,7 +175,7 @@ class Tiling(NamedTuple):
         level_keys: of the level that has most.
         blocks: of the gather, per pair of batch and head.
         partials: sums of blocks that share a tile, per pair.
-        chunks, chunk: blocks of the count, and the queries of each.
+        chunks, chunk, chunk_bits: blocks of the count, the queries of each, and the logarithm of their limit.
         count_warps, shared_bytes: of a block of the count.
         warps: of a block of the gather.
         grids: `Grids` of sort.cu, as it lies in memory.
@@ -188,17 +187,27 @@ class Tiling(NamedTuple):
     partials: int
     chunks: int
     chunk: int
+    chunk_bits: int
     count_warps: int
     shared_bytes: int
     warps: int
     grids: bytes
 
 
-def _count_warps(keys: int, samples_bytes: int, room: int) -> tuple[int, int]:
-    """Warps of a block of the count and its bytes of shared memory: what keeps most warps on a multiprocessor."""
+def _count_blocks(keys: int, points: int, queries: int, room: int) -> tuple[int, int, int]:
+    """Logarithm of a count block's queries, its warps and bytes of shared memory.
+
+    The most queries that fit, as each block has counts of its own; then what keeps most warps on a multiprocessor.
+    """
     padded = -(-keys // 8) * 8
-    options = {warps: padded * (4 + 2 * warps) + samples_bytes for warps in (8, 4, 2, 1)}
-    return max(options.items(), key=lambda option: (room // option[1] * option[0], -option[1]))
+    options = {
+        (bits, warps): padded * (4 + 2 * warps) + 4 * points * min(queries, 1 << bits)
+        for bits in CHUNK_BITS
+        for warps in (8, 4, 2, 1)
+    }
+    fits = max(CHUNK_BITS, key=lambda bits: (options[bits, 1] <= room, bits))
+    warps = max((8, 4, 2, 1), key=lambda warps: (room // options[fits, warps] * warps, -warps))
+    return fits, warps, options[fits, warps]
 
 
 @lru_cache(maxsize=1024)
@@ -232,12 +241,13 @@ def tiling(
         level[7] = blocks
         blocks += -(-(level[4] << level[8]) // warps)
     level_keys = max(level[4] for level in levels) * KINDS + 1
-    chunks, chunk = -(-queries // CHUNK), min(queries, CHUNK)
-    count_warps, shared = _count_warps(level_keys, 4 * chunk * max(num_points), room - STATIC_BYTES)
+    chunk_bits, count_warps, shared = _count_blocks(level_keys, max(num_points), queries, room - STATIC_BYTES)
+    chunks, chunk = -(-queries >> chunk_bits), min(queries, 1 << chunk_bits)
     if shared > room - STATIC_BYTES or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
     grids = struct.pack(f"{10 * len(levels)}i", *itertools.chain(*levels))
-    return Tiling(keys, level_keys, blocks, partials, chunks, chunk, count_warps, shared, warps, grids)
+    counting = (chunks, chunk, chunk_bits, count_warps, shared)
+    return Tiling(keys, level_keys, blocks, partials, *counting, warps, grids)
 
 
 def msda_backward_value(operands, grad_value, tiling: Tiling, num_points, softmax, offset_scale) -> None:
@@ -260,7 +270,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     keys, chunks, chunk, all_partials = tiling.keys, tiling.chunks, tiling.chunk, tiling.partials
     grids = f"{len(tiling.grids)}s"
     count = _kernel(problem, device.index, "msda_count", f"2P{grids}i2P2if", dynamic=True)
-    sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}2i4P3if")
+    sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}3i4P3if")
     gather = _kernel(problem, device.index, "msda_gather", f"P{grids}2i4PiP3i")
 
     places = torch.empty(pairs * keys * chunks + 1, dtype=torch.int32, device=device)
@@ -286,8 +296,8 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     for first in range(0, pairs, at_once):
         some = min(at_once, pairs - first)
         sort(
-            (sort_blocks, some, 1), THREADS, *inputs, tiling.grids, keys, chunks, place, rank, record, arrival,
-            all_partials, first, queries, offset_scale,
+            (sort_blocks, some, 1), THREADS, *inputs, tiling.grids, keys, chunks, tiling.chunk_bits, place, rank,
+            record, arrival, all_partials, first, queries, offset_scale,
         )  # fmt: skip
         gather(
             (tiling.blocks, some, 1), 32 * tiling.warps, grad.data_ptr(), tiling.grids, keys, chunks, place, record,

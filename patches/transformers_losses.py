@@ -109,10 +109,12 @@ class _Mask2FormerLoss(PatchedModule):
         queries = masks_queries_logits.shape[1]
         pairs = sum(min(len(labels), queries) for labels in class_labels)
         size = max(1, MOST_NUMBERS // max(1, 2 * pairs * int(self.num_points * self.oversample_ratio)))
+        # Processes meet in here, which may have different numbers of portions.
+        num_masks = self.get_num_masks(class_labels, device=class_labels[0].device)
         losses = {}
         for i in range(0, len(predictions), size):
             layers = slice(i, i + size)
-            losses |= self._losses(predictions[layers], suffixes[layers], mask_labels, class_labels, pairs)
+            losses |= self._losses(predictions[layers], suffixes[layers], mask_labels, class_labels, pairs, num_masks)
         return losses
 
     def draw_points(self, pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -121,7 +123,7 @@ class _Mask2FormerLoss(PatchedModule):
         candidates = torch.rand(pairs, int(self.num_points * self.oversample_ratio), 2, device=device)
         return candidates, torch.rand(pairs, self.num_points - chosen, 2, device=device)
 
-    def _losses(self, predictions, suffixes, mask_labels, class_labels, pairs: int) -> dict[str, Tensor]:
+    def _losses(self, predictions, suffixes, mask_labels, class_labels, pairs: int, num_masks) -> dict[str, Tensor]:
         device = predictions[0][0].device
         together = _calls_nothing_else(self.matcher)
         matcher_points, points, matches = [], [], []
@@ -135,7 +137,6 @@ class _Mask2FormerLoss(PatchedModule):
         if together:
             layers = [_layer_name(suffix) for suffix in suffixes]
             matches = self.matcher.match(predictions, mask_labels, class_labels, matcher_points, layers)
-        num_masks = self.get_num_masks(class_labels, device=class_labels[0].device)
         with _float32(predictions[0][0]):
             counts = [len(labels) for labels in class_labels]
             indices = flat_indices(matches, predictions[0][0].shape[1], counts)

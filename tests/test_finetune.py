@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from deformops_models.cli import main  # noqa: E402
+from deformops_models.console import UsageError  # noqa: E402
 from deformops_models.train import checkpoint, history, tasks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -386,6 +387,24 @@ def test_going_on_needs_resume_and_the_same_arguments(mask2former, data, tmp_pat
     assert "done: step 4" in capsys.readouterr().out and losses(tmp_path) == before
 
 
+def test_damaged_log_is_one_error(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    assert history.read(file) == [{"step": 1}, {"step": 2}]
+    file.write_bytes(b'{"step": 1}\n\x00\xff\n{"step": 3}\n')
+    with pytest.raises(UsageError, match=r"log.jsonl, line 2: .*; take this line out of it"):
+        history.read(file)
+
+
+def test_a_new_training_does_not_replace_the_best_of_another(mask2former, data, tmp_path, capsys):
+    best = tmp_path / "best" / "model.safetensors"
+    best.parent.mkdir()
+    best.write_bytes(b"kept")
+    assert main(arguments(mask2former, data, tmp_path)) == 2
+    assert "a new training would replace its best/; choose another --out" in capsys.readouterr().err
+    assert best.read_bytes() == b"kept"
+
+
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
 def test_numbers_that_are_not_finite_stop_with_step_and_images(name, data, tmp_path, capsys, request):
     model = request.getfixturevalue(name)
@@ -434,7 +453,11 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
     [
         (["--epochs", 0], "--epochs 0: the least is 1"),
         (["--workers", -1], "--workers -1: the least is 0"),
+        (["--seed", 2**63], f"--seed {2**63}: the most is {2**63 - 1}"),
         (["--lr", 0], "--lr 0.0: it has to be positive"),
+        (["--lr", "nan"], "--lr nan: it has to be positive"),
+        (["--weight-decay", -1], "--weight-decay -1.0: the least is 0"),
+        (["--backbone-scale", -1], "--backbone-scale -1.0: the least is 0"),
         (["--ema", 2], "--ema 2.0: it is a decay between 0 and 1"),
         (["--image-size", 100], "--image-size 100: use a multiple of 32"),
         (["--model", "mask3former"], "unknown checkpoint 'mask3former'"),
@@ -462,6 +485,13 @@ def test_gpu_that_emulates_bfloat16_is_refused(mask2former, data, tmp_path, caps
     run = [a for a in run if a not in ("--fp32", "--device", "cpu")]
     assert main([*run, "--bf16"]) == 2
     assert "--bf16: Tesla T4 has no bfloat16 of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "least"), [("--workers", 0), ("--limit", 1), ("--image-size", 1)])
+def test_eval_checks_its_numbers(option, least, deformable_detr, data, capsys):
+    options = ["--model", str(deformable_detr), "--data", str(data), "--device", "cpu", option, str(least - 1)]
+    assert main(["eval", *options]) == 2
+    assert f"{option} {least - 1}: the least is {least}" in capsys.readouterr().err
 
 
 def test_eval_needs_weights_and_known_classes(mask2former, deformable_detr, data, capsys):

@@ -98,12 +98,23 @@ def test_every_tile_has_its_warps(queries, channels):
     assert tiling.chunks * tiling.chunk >= queries > (tiling.chunks - 1) * tiling.chunk
 
 
-def test_the_count_keeps_most_warps_on_a_multiprocessor():
-    assert msda_cuda._count_warps(2101, 32 << 10, ROOM) == (8, 2104 * 20 + (32 << 10))
-    assert msda_cuda._count_warps(8401, 32 << 10, ROOM) == (8, 8408 * 20 + (32 << 10))
-    assert msda_cuda._count_warps(24577, 32 << 10, ROOM) == (2, 24584 * 8 + (32 << 10))
+def test_the_count_takes_most_queries_then_keeps_most_warps_on_a_multiprocessor():
+    assert msda_cuda._count_blocks(2101, 4, 9999, ROOM) == (11, 8, 2104 * 20 + (32 << 10))
+    assert msda_cuda._count_blocks(8401, 4, 9999, ROOM) == (11, 8, 8408 * 20 + (32 << 10))
+    assert msda_cuda._count_blocks(24577, 4, 9999, ROOM) == (11, 2, 24584 * 8 + (32 << 10))
+    assert msda_cuda._count_blocks(2101, 4, 300, ROOM) == (11, 8, 2104 * 20 + 4800)
     # Shared memory of SM 8.6.
-    assert msda_cuda._count_warps(8401, 32 << 10, 97 << 10) == (1, 8408 * 6 + (32 << 10))
+    assert msda_cuda._count_blocks(8401, 4, 9999, 97 << 10) == (11, 1, 8408 * 6 + (32 << 10))
+    assert msda_cuda._count_blocks(2101, 16, 9999, 97 << 10) == (10, 4, 2104 * 12 + (64 << 10))
+
+
+@pytest.mark.parametrize(
+    "room, points, chunks", [(227, 4, 11), (227, 16, 11), (163, 16, 11), (99, 4, 11), (99, 16, 22)]
+)
+def test_chunks_fit_into_shared_memory(room, points, chunks):
+    tiling = msda_cuda.tiling(SIZES, (points,) * 4, 22223, 16, 32, room << 10)
+    assert tiling.chunks == chunks and tiling.chunks * tiling.chunk >= 22223
+    assert tiling.shared_bytes + msda_cuda.STATIC_BYTES <= room << 10
 
 
 def test_levels_that_the_sort_has_no_room_for():
@@ -243,7 +254,7 @@ def test_long_lists_chunks_and_slices(target, monkeypatch, dtype, at_once, chann
     sizes, queries = ((9, 17), (3, 4)), 80
     monkeypatch.setattr(msda_cuda, "RECORD_BYTES", at_once)
     monkeypatch.setattr(msda_cuda, "WARP_SAMPLES", warp_samples)
-    monkeypatch.setattr(msda_cuda, "CHUNK", 32)
+    monkeypatch.setattr(msda_cuda, "CHUNK_BITS", (5,))
     msda_cuda.tiling.cache_clear()
     tiling = msda_cuda.tiling(sizes, (4, 4), queries, 4, channels, ROOM)
     assert tiling.chunks == 3 and (tiling.partials > 0) == (warp_samples < 99)
@@ -336,6 +347,28 @@ def test_what_is_not_finite_shows(target):
     problem.grad[0, 0] = float("nan")
     found, expected = (problem.run(b, F32, device)["grad_value"].isnan() for b in (backend, "eager"))
     assert expected.any() and (found | ~expected).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", ["grad", "weights"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_no_kind_of_nan_is_lost_from_the_values_gradient(target, dtype, name, bits):
+    """0x7fffffff is what a GPU's arithmetic gives."""
+    device, backend = target
+    problem = Problem.random(batch=1, queries=4, heads=1, channels=32, coordinates=0, dtypes=(dtype,))
+    problem.points = problem.points.clamp(0.1, 0.9)
+    leaves = [t.to(device, dtype) for t in (problem.value, problem.points, problem.weights, problem.grad)]
+    odd = 2 if name == "weights" else 3
+    leaves[odd] = leaves[odd].float() if name == "weights" else leaves[odd]
+    whole = leaves[odd].view(torch.int32 if leaves[odd].dtype == F32 else torch.int16)
+    whole[0, 1] = bits if whole.dtype == torch.int32 else bits >> 16
+    assert leaves[odd].isnan().any()
+    value, points, weights = (t.requires_grad_() for t in leaves[:3])
+    output = dm.msda(value, problem.sizes, None, points, weights, num_points=problem.num_points, backend=backend)
+    found = torch.autograd.grad(output, value, leaves[3])[0]
+    exact = dm.msda(value, problem.sizes, None, points, weights, num_points=problem.num_points, backend="eager")
+    expected = torch.autograd.grad(exact, value, leaves[3])[0]
+    assert expected.isnan().any() and not (found.isfinite() & expected.isnan()).any()
 
 
 @pytest.mark.parametrize("need_value", [True, False])

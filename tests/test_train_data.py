@@ -147,6 +147,18 @@ def _image(**values):
     return lambda document: document["images"][1].update(values)
 
 
+def _rle(counts):
+    """Run lengths of the first annotation in place of its own; None in them is the number of pixels."""
+
+    def change(document):
+        annotation = document["annotations"][0]
+        size = next([i["height"], i["width"]] for i in document["images"] if i["id"] == annotation["image_id"])
+        own = counts if isinstance(counts, str) else [size[0] * size[1] if c is None else c for c in counts]
+        annotation["segmentation"] = {"size": size, "counts": own}
+
+    return change
+
+
 RLE = {"size": [9, 9], "counts": [81]}
 BROKEN = {
     "box is outside the image: [50, 0, 40, 10] in": _first(bbox=[50, 0, 40, 10]),
@@ -158,9 +170,19 @@ BROKEN = {
     "area is zero: box": _first(area=0),
     "segmentation is missing": _first(segmentation=[]),
     "polygon is not a list of three or more": _first(segmentation=[[1, 2, 3, 4]]),
+    "polygon is far outside the image: x from 0 to 1000000000": _first(segmentation=[[0, 0, 10**9, 0, 5, 5]]),
     "run lengths are not of the image's size": _first(segmentation=RLE),
+    "run lengths are not of the image's": _first(segmentation={"size": None, "counts": "1"}),
+    "run lengths are missing or damaged": _rle(["a", 1]),
+    "run lengths are missing": _rle("zzzzz~~"),
+    "run lengths do not add up": _rle("ooo0"),
+    "area is zero: empty run lengths": _rle([None]),
+    "area is not a finite number: 12": _first(area="12"),
+    "area is not a finite number: nan": _first(area=float("nan")),
+    "area is not a finite number: None": _first(area=None),
     "no such file": _image(file_name="gone.jpg"),
     "file_name is missing": _image(file_name=None),
+    "/5): file_name is missing": _image(file_name=5),
     "size differs: the file has": _image(width=63, height=62),
     "height or width is missing": _image(height=None),
     "id is missing or used twice": _image(id=1),
@@ -197,8 +219,26 @@ def test_picture_on_its_side_has_its_upright_size(broken):
 
 def test_unreadable_json_and_missing_folders(broken, tmp_path):
     file = broken.folder / "annotations" / "train.json"
-    for content, message in (("{", "not COCO's format"), ('{"images": []}', "not COCO's format: KeyError")):
+    rows = '{"images": %s, "annotations": %s, "categories": []}'
+    for content, message in (
+        ("{", "not COCO's format"),
+        ('{"images": []}', "not COCO's format: KeyError"),
+        (rows % ("null", "[]"), "images is None, not a list"),
+        (rows % ('["a"]', "[]"), "images holds a, not an object"),
+        (rows % ('[{"id": [1]}]', "[]"), r"images holds an id of \[1\], not a number or a text"),
+        (rows % ("[]", "{}"), "annotations is {}, not a list"),
+        (rows % ("[]", '[{"image_id": [1]}]'), "annotations holds an image_id of"),
+    ):
         file.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            coco.read_split(str(broken.folder), "train", masks=True)
+    rows = '{"images": [], "annotations": [], "categories": [%s]}'
+    for categories, message in (
+        ("", "it names no category"),
+        ('{"id": 1, "name": "a"}, {"id": 1, "name": "b"}', "2 categories have the id 1; give each its own"),
+        ('{"id": 1, "name": "a"}, {"id": 2, "name": "a"}', "2 categories have the name a; give each its own"),
+    ):
+        file.write_text(rows % categories)
         with pytest.raises(UsageError, match=message):
             coco.read_split(str(broken.folder), "train", masks=True)
     with pytest.raises(UsageError, match="no such folder"):
@@ -219,6 +259,18 @@ def test_the_three_ways_to_write_a_mask():
     polygon = [[2, 1, 7, 1, 7, 4, 2, 4]]
     for segmentation in (compressed, {"size": [6, 9], "counts": counts}, polygon):
         assert (coco.decode(segmentation, 6, 9) == pixels).all()
+
+
+def test_compressed_run_lengths_are_read_as_pycocotools_writes_them():
+    from pycocotools import mask as coco_mask
+
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.02, 0.5, 1.0):
+        pixels = np.asfortranarray(rng.random((40, 70)) < share, dtype=np.uint8)
+        ends = np.flatnonzero(np.diff(pixels.flatten("F"), prepend=0, append=2))
+        text = coco_mask.encode(pixels)["counts"].decode()
+        assert coco._run_lengths(text) == np.diff(ends, prepend=0).tolist()
+        assert coco._run_lengths(text + "P") is None
 
 
 # Augmentation and order

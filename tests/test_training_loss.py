@@ -415,6 +415,17 @@ def test_layers_are_taken_in_portions_that_fit(criterion, monkeypatch, most):
             torch.testing.assert_close(actual[part][name], expected[part][name], rtol=2 * FLOAT32, atol=FLOAT32)
 
 
+def test_processes_meet_once_whatever_the_portions(criterion, monkeypatch):
+    dm.patch(criterion, parts=PARTS)
+    monkeypatch.setattr(losses_module, "MOST_NUMBERS", 1)
+    calls, get_num_masks = [], type(criterion).get_num_masks
+    monkeypatch.setattr(
+        type(criterion), "get_num_masks", lambda *args, **kwargs: calls.append(1) or get_num_masks(*args, **kwargs)
+    )
+    mask_step(criterion, mask_problem((3, 1), 5))
+    assert len(calls) == 1
+
+
 # What is not finite
 
 

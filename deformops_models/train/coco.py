@@ -89,11 +89,20 @@ def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False)
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         images, annotations, categories = (document[key] for key in ("images", "annotations", "categories"))
+        _check_rows("images", images, "id")
+        _check_rows("annotations", annotations, "image_id", "category_id")
+        _check_rows("categories", categories, "id")
         categories = sorted(({"id": c["id"], "name": str(c["name"])} for c in categories), key=lambda c: c["id"])
     except OSError as error:
         raise UsageError(f"{file}: cannot read it: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file}: not COCO's format: {type(error).__name__} {error}") from None
+    if not categories:
+        raise UsageError(f"{file}: it names no category")
+    for key in ("id", "name"):
+        value, times = Counter(category[key] for category in categories).most_common(1)[0]
+        if times > 1:
+            raise UsageError(f"{file}: {times} categories have the {key} {value}; give each its own")
     problems = list(_check_images(file, folder, images))
     broken = {problem.image_id for problem in problems}
     images = [image for image in images if image.get("id") not in broken]
@@ -117,6 +126,18 @@ def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False)
     if not images:
         raise UsageError(f"{file}: it names no image that can be used")
     return Split(file, folder, images, dict(kept), categories, problems)
+
+
+def _check_rows(name: str, rows: Any, *ids: str) -> None:
+    """Raises TypeError unless `rows` are JSON objects whose `ids`, where they have them, can be looked up."""
+    if not isinstance(rows, list):
+        raise TypeError(f"{name} is {str(rows)[:40]}, not a list")
+    for row in rows:
+        if not isinstance(row, dict):
+            raise TypeError(f"{name} holds {str(row)[:40]}, not an object")
+        for key in ids:
+            if not isinstance(row.get(key), int | float | str | None):
+                raise TypeError(f"{name} holds an {key} of {str(row[key])[:40]}, not a number or a text")
 
 
 def count_problems(problems: list[Problem]) -> str:
@@ -156,7 +177,7 @@ def _image_problem(folder: Path, image: Mapping[str, Any]) -> str | None:
 
     if not all(isinstance(image.get(key), int) and image[key] > 0 for key in ("height", "width")):
         return "height or width is missing"
-    if not image.get("file_name"):
+    if not (isinstance(image.get("file_name"), str) and image["file_name"]):
         return "file_name is missing"
     try:
         with Image.open(folder / image["file_name"]) as opened:
@@ -185,7 +206,10 @@ def _annotation_problem(
     x, y, w, h = box
     if x < -_SLACK or y < -_SLACK or x + w > width + _SLACK or y + h > height + _SLACK:
         return f"box is outside the image: {box} in {width}x{height}"
-    if w <= 0 or h <= 0 or annotation.get("area", 1) <= 0:
+    area = annotation.get("area", 1)
+    if not _is_number(area):
+        return f"area is not a finite number: {area}"
+    if w <= 0 or h <= 0 or area <= 0:
         return f"area is zero: box {box}, area {annotation.get('area')}"
     if masks:
         return _segmentation_problem(annotation.get("segmentation"), height, width)
@@ -200,19 +224,50 @@ def _segmentation_problem(segmentation: Any, height: int, width: int) -> str | N
     if not segmentation:
         return "segmentation is missing"
     if isinstance(segmentation, list):
-        if all(
-            isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0 and all(map(_is_number, p)) for p in segmentation
-        ):
-            return None
-        return "polygon is not a list of three or more x, y pairs"
-    if not isinstance(segmentation, dict) or list(segmentation.get("size", ())) != [height, width]:
+        return next((problem for p in segmentation if (problem := _polygon_problem(p, height, width))), None)
+    if not isinstance(segmentation, dict) or segmentation.get("size") != [height, width]:
         return f"run lengths are not of the image's size: {width}x{height}"
     counts = segmentation.get("counts")
-    if isinstance(counts, list):
-        if sum(counts) != height * width or min(counts) < 0:
-            return f"run lengths do not add up to the image's pixels: {sum(counts)}"
-        return None if sum(counts[1::2]) else "area is zero: empty run lengths"
-    return None if isinstance(counts, str) and counts else "run lengths are missing"
+    if isinstance(counts, str):
+        counts = _run_lengths(counts)
+    if not (isinstance(counts, list) and counts and all(map(_is_number, counts))):
+        return "run lengths are missing or damaged"
+    if sum(counts) != height * width or min(counts) < 0:
+        return f"run lengths do not add up to the image's pixels: {sum(counts)}"
+    return None if sum(counts[1::2]) else "area is zero: empty run lengths"
+
+
+def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
+    if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2 or not all(map(_is_number, polygon)):
+        return "polygon is not a list of three or more x, y pairs"
+    # pycocotools walks along the edges pixel by pixel, also outside of the image.
+    for name, along, size in (("x", polygon[::2], width), ("y", polygon[1::2], height)):
+        if min(along) < -size or max(along) > 2 * size:
+            return f"polygon is far outside the image: {name} from {min(along)} to {max(along)} in {width}x{height}"
+    return None
+
+
+def _run_lengths(text: str) -> list[int] | None:
+    """Run lengths out of COCO's compressed text, or None: pycocotools would read a damaged one without an end.
+
+    A number has five bits per character, the lowest first; from the fourth one on it is the difference to the one
+    before the last.
+    """
+    counts: list[int] = []
+    number = bits = 0
+    for character in text:
+        code = ord(character) - 48
+        if not 0 <= code < 64:
+            return None
+        number |= (code & 31) << bits
+        bits += 5
+        if code & 32:
+            continue
+        if code & 16:
+            number -= 1 << bits
+        counts.append(number + counts[-2] if len(counts) > 2 else number)
+        number = bits = 0
+    return None if bits else counts
 
 
 def decode(segmentation: Any, height: int, width: int) -> np.ndarray:

@@ -30,8 +30,9 @@ METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")
 def run(args: argparse.Namespace) -> int:
     """Prints the average precision of `args.model` on `args.data`; see `cli` for the arguments."""
     require("finetune", "transformers", "torchvision", "pycocotools", "tqdm")
-    if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit {args.limit}: the least is 1")
+    for name, least in (("limit", 1), ("image_size", 1), ("workers", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: the least is {least}")
     device = pick_device(args.device)
     task = find_task(args.model)
     if not has_weights(args.model):

@@ -70,9 +70,14 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in (*at_least_one, "workers", "seed", "warmup", "save_every"):
         if (value := getattr(args, name)) is not None and value < (name in at_least_one):
             raise UsageError(f"--{name.replace('_', '-')} {value}: the least is {int(name in at_least_one)}")
+    if args.seed >= 2**63:
+        raise UsageError(f"--seed {args.seed}: the most is {2**63 - 1}")
     for name in ("lr", "clip"):
-        if getattr(args, name) <= 0:
+        if not getattr(args, name) > 0:  # nor NaN
             raise UsageError(f"--{name} {getattr(args, name)}: it has to be positive")
+    for name in ("weight_decay", "backbone_scale"):
+        if (value := getattr(args, name)) is not None and not value >= 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: the least is 0")
     if args.ema is not None and not 0 < args.ema < 1:
         raise UsageError(f"--ema {args.ema}: it is a decay between 0 and 1, such as 0.999")
     if args.image_size < 32 or args.image_size % 32:
@@ -115,7 +120,7 @@ class _Training:
         self.last, self.best = self.out / "last", self.out / "best"
         self.train, self.val = (self._read(split) for split in ("train", "val"))
         if self.train.categories != self.val.categories:
-            raise UsageError(f"{self.train.file} and {self.val.file} have different categories")
+            raise UsageError(f"{self.train.file} and {self.val.file} have different categories; give both the same")
         micro_batch = args.batch_size * accelerator.num_processes
         self.steps_per_epoch = -(-len(self.train.images) // (micro_batch * args.accumulate))
         self.steps = args.epochs * self.steps_per_epoch
@@ -140,6 +145,8 @@ class _Training:
         state = checkpoint.load_state(self.last)
         if state and not args.resume:
             raise UsageError(f"--out {args.out}: it holds a training at step {state['step']}; add --resume to go on")
+        if not state and not args.resume and self.best.exists():
+            raise UsageError(f"--out {args.out}: a new training would replace its best/; choose another --out")
         torch.manual_seed(args.seed)
         source = str(self.last) if state else args.model
         scratch = not has_weights(args.model)

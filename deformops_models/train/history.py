@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deformops_models.console import whole_file
+from deformops_models.console import UsageError, whole_file
 
 
 class History:
@@ -49,12 +49,18 @@ class History:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a log; a line that a killed process left unfinished is not one."""
+    """Returns the rows of a log; a line that a killed process left unfinished is not one.
+
+    Raises:
+        UsageError: a finished line is damaged.
+    """
     rows = []
     if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+            try:
                 rows.append(json.loads(line))
+            except ValueError as error:
+                raise UsageError(f"{file}, line {number}: {error}; take this line out of it") from None
     return rows
 
 

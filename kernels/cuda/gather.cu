@@ -11,9 +11,12 @@ constexpr bool EXACT = sizeof(VALUE) == 4;           // float32 is multiplied as
 constexpr int RESIDENT_WARPS = COLUMNS > 8 ? 8 : COLUMNS > 4 || EXACT ? 16 : 24;
 struct __align__(COLUMNS * sizeof(VALUE)) Piece { VALUE at[COLUMNS]; };
 
-// Rounded to the ten bits of mantissa that the tensor cores read; they leave out the rest.
+// Rounded to the ten bits of mantissa that the tensor cores read; they leave out the rest. A NaN of all ones, which is
+// what a GPU's arithmetic gives, would become zero: `rest_of` keeps it, and no record has such a weight.
 __device__ __forceinline__ u32 to_tf32(float x) { return __float_as_uint(x) + 0x1000; }
-__device__ __forceinline__ u32 rest_of(float x) { return to_tf32(x - __uint_as_float(to_tf32(x) & 0xffffe000)); }
+__device__ __forceinline__ u32 rest_of(float x) {
+    return __float_as_uint(x - __uint_as_float(to_tf32(x) & 0xffffe000));
+}
 
 // The sorted samples of a tile: its own, and those that reach into it from the left, from above and from both.
 struct Runs {
@@ -123,8 +126,9 @@ __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, 
 // blocks, the last block to arrive adds up the `partials` of all, in their order. Grid: tiles of all levels, pairs of
 // batch and head.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS, RESIDENT_WARPS / GATHER_WARPS)
-msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places, const Record *sorted,
-            float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair, int S, int Q) {
+msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places,
+            const Record *sorted, float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair,
+            int S, int Q) {
     __shared__ Record samples[GATHER_WARPS][32];
     __shared__ float sums[GATHER_WARPS][32][D + 4];
     __shared__ bool last;

@@ -37,11 +37,12 @@ constexpr int STRIDE = M * D;                 // elements between two pixels
 
 struct Level { int height, width, start; };
 
-// One axis in pixels; 0 is the centre of the first one.
+// One axis in pixels; 0 is the centre of the first one. Written with fused operations, so that every kernel rounds alike
+// and finds the same pixel.
 __device__ __forceinline__ float to_pixels(float point, float reference, float size, float extent, float scale) {
-    if (C == 0) return point * extent - 0.5f;
-    if (C == 2) return reference * extent - 0.5f + point;
-    return (reference + point * scale * size) * extent - 0.5f;
+    if (C == 0) return fmaf(point, extent, -0.5f);
+    if (C == 2) return fmaf(reference, extent, -0.5f) + point;
+    return fmaf(fmaf(point * scale, size, reference), extent, -0.5f);
 }
 
 // A sample: its upper left pixel, or -2 in x if it reads nothing, and the fractions.

@@ -1,15 +1,18 @@
 // The gradient of the value without atomics, first half: the samples of each head and level are sorted by the tile of
 // pixels that they touch, so that a tile can gather its own.
 //
-// A tile is TILE_X pixels wide and a power of two of at least TILE_Y lines high, more where samples are few. A sample belongs to the tile of its upper left pixel and, within it, to one of four
-// kinds by whether its right or lower neighbours lie in the next tile. So a tile's samples are four runs of the sorted
-// list: its own, and those of the left, upper and upper left tile that reach into it. A key is tile · KINDS + kind.
+// A tile is TILE_X pixels wide; its lines are a power of two, TILE_Y or, where samples are few, more. A sample belongs to
+// the tile of its upper left pixel and, within it, to one of four kinds by whether its right or lower neighbours lie in
+// the next tile. So a tile's samples are four runs of the sorted list: its own, and those of the left, upper and upper
+// left tile that reach into it. A key is tile · KINDS + kind.
+//
+// Count and sort find the same key for a sample because `to_pixels` leaves the compiler no choice of rounding.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3, KINDS = 4;
 
-// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, the logarithm of how many warps
-// share a tile, and where the sums of blocks that share one begin.
+// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, the
+// logarithm of how many warps share a tile, and where the sums of blocks that share one begin.
 struct Grid { int height, width, start, tiles_x, tiles, line_bits, first_key, first_block, split_bits, first_partial; };
 struct Grids { Grid at[L]; };
 
@@ -145,9 +148,9 @@ __device__ __forceinline__ int list_of(const int *places, int keys, int chunks, 
 // Writes the samples of `gridDim.y` pairs of batch and head, from `first_pair` on, at their places. Rows are read as
 // they lie in memory; a warp then takes one point of 32 queries, whose places are often neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS)
-msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, const __grid_constant__ Grids grids, int keys, int chunks,
-          const int *places, const u16 *ranks, Record *sorted, int *arrived, int all_partials, int first_pair,
-          int Q, float offset_scale) {
+msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights, const __grid_constant__ Grids grids,
+          int keys, int chunks, int chunk_bits, const int *places, const u16 *ranks, Record *sorted, int *arrived,
+          int all_partials, int first_pair, int Q, float offset_scale) {
     __shared__ Pair<POINT> point_of[SORT_QUERIES][P + 1];
     __shared__ float weight_of[SORT_QUERIES][P + 1], largest_of[SORT_QUERIES], scale_of[SORT_QUERIES];
     int pair = first_pair + blockIdx.y, b = pair / M, h = pair % M;
@@ -186,9 +189,10 @@ msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights
             float weight = weight_of[q][p];
             if (SOFTMAX) weight = exponential(weight - largest_of[q]) * scale_of[q];
             int key = key_at(pixel, grid);
-            record[n] = {pixel[0], pixel[1], weight, row};
+            // Infinity is as much an error to see as NaN, and the gather's rounding cannot lose it.
+            record[n] = {pixel[0], pixel[1], weight == weight ? weight : INFINITY, row};
             if (key >= 0)
-                to[n] = place[(long long)(grid.first_key + key) * chunks + (chunks > 1 ? (first + q) / CHUNK : 0)] +
+                to[n] = place[(long long)(grid.first_key + key) * chunks + ((first + q) >> chunk_bits)] +
                         ranks[(long long)(pair * P + p) * Q + first + q];
         }
 #pragma unroll
