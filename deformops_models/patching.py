@@ -109,8 +109,9 @@ class Family:
             return None
         if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
             return "FSDP owns it: patch before fully_shard"
-        if getattr(module, "method", "default") == "discrete":
-            return "method='discrete' samples whole pixels"
+        for method in ("method", "decoder_method"):
+            if getattr(module, method, None) == "discrete":
+                return f"{method}='discrete' samples whole pixels"
         if replaced := [step for step in self.steps if step in vars(module)]:
             return f"replaced on the instance: {', '.join(replaced)}"
         return self.mismatch(cls)

@@ -47,6 +47,9 @@ class Detector:
             torch.manual_seed(5)
             model = self.build_untouched().eval()
             for name, module in model.named_modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    # A step leaves the running statistics alone.
+                    module.momentum = 0.0
                 # Both projections start out as zero in every library.
                 if name.endswith(("sampling_offsets", "attention_weights")):
                     nn.init.normal_(module.weight, std=2 / math.sqrt(module.in_features))
@@ -277,6 +280,31 @@ def _call_hf_deformable_detr(model: nn.Module, train: bool) -> object:
     return dict(model(pixel_values=pixels, pixel_mask=mask, labels=labels))
 
 
+def _hf_rt_detr(family: str, **options) -> nn.Module:
+    """An RT-DETR, or of a family that has its encoder, for object detection; `options` go to its config."""
+    import transformers
+
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    options = {"num_denoising": 4, "encoder_in_channels": [16, 16, 32]} | options
+    config = getattr(transformers, f"{family}Config")(
+        backbone_config=backbone, encoder_hidden_dim=32, d_model=32, decoder_in_channels=[32] * 3,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        decoder_layers=2, num_queries=9, num_labels=LABELS, freeze_backbone_batch_norms=False, **options,
+    )  # fmt: skip
+    return getattr(transformers, f"{family}ForObjectDetection")(config)
+
+
+def _call_hf_rt_detr(model: nn.Module, train: bool) -> object:
+    labels = None
+    if train:
+        labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
+    # Its encoder doubles the coarser levels: whole multiples of 32.
+    return dict(model(pixel_values=pixels_and_mask(model)[0][..., :64, :96], labels=labels))
+
+
 # mmdet
 
 
@@ -404,6 +432,18 @@ DETECTORS = {
                 "refine": {"with_box_refine": True},
                 "two-stage": {"with_box_refine": True, "two_stage": True},
             }.items()
+        ),
+        *(
+            Detector(
+                f"hf-{name}", "transformers", f"{family}MultiscaleDeformableAttention", 2,
+                lambda family=family, options=options: _hf_rt_detr(family, **options), _call_hf_rt_detr,
+            )
+            for name, family, options in (
+                ("rt-detr", "RTDetr", {}),
+                ("rt-detr-v2", "RTDetrV2", {"decoder_offset_scale": 0.3}),
+                ("d-fine", "DFine", {"decoder_n_points": [3, 6, 3]}),
+                ("deimv2", "Deimv2", {"decoder_n_points": [2, 4, 2]}),
+            )
         ),
         *(
             Detector(f"mmdet-{name}", "mmdet", _MMCV, count, build, _call_mmdet)
