@@ -77,6 +77,7 @@ class Family:
         parameters: names of upstream's forward parameters that the adapter was written for.
         part: of the training step, one of `PARTS`.
         steps: methods of upstream that the adapter no longer calls, so that nobody may have changed them.
+        optional: those of `parameters` that other versions of the class lack.
     """
 
     name: str
@@ -87,11 +88,12 @@ class Family:
     parameters: tuple[str, ...]
     part: str = "attention"
     steps: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def mismatch(self, cls: type[nn.Module]) -> str | None:
         """Why the adapter does not fit this version of the class, or None."""
         found = tuple(inspect.signature(cls.forward).parameters)[1:]
-        if found != self.parameters:
+        if found != tuple(name for name in self.parameters if name in found or name not in self.optional):
             return f"unknown signature: forward({', '.join(found)}), known is forward({', '.join(self.parameters)})"
         base = _known_base(cls)
         changed = [step for step in self.steps if getattr(cls, step, None) is not getattr(base, step, self)]

@@ -88,6 +88,47 @@ class _Mask2Former(_Wrapper):
         )
 
 
+class _OneFormer(_Wrapper):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        position_embeddings=None,
+        reference_points=None,
+        spatial_shapes=None,
+        level_start_index=None,
+        output_attentions=False,
+        spatial_shapes_list=None,
+    ):
+        if not self.runs_operator(hidden_states):
+            # Older versions do not know it.
+            pairs = {} if spatial_shapes_list is None else {"spatial_shapes_list": spatial_shapes_list}
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                position_embeddings,
+                reference_points,
+                spatial_shapes,
+                level_start_index,
+                output_attentions,
+                **pairs,
+            )
+        if position_embeddings is not None:
+            hidden_states = self.with_pos_embed(hidden_states, position_embeddings)
+        return self._attend(
+            hidden_states,
+            encoder_hidden_states,
+            attention_mask,
+            reference_points,
+            spatial_shapes if spatial_shapes_list is None else spatial_shapes_list,
+            output_attentions,
+        )
+
+
 class _DeformableDetr(_Wrapper):
     def forward(
         self,
@@ -124,6 +165,34 @@ class _DeformableDetr(_Wrapper):
             reference_points,
             spatial_shapes_list,
             kwargs.get("output_attentions"),
+        )
+
+
+class _GroundingDino(_DeformableDetr):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        position_embeddings=None,
+        reference_points=None,
+        spatial_shapes=None,
+        spatial_shapes_list=None,
+        level_start_index=None,
+        output_attentions=False,
+    ):
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            position_embeddings,
+            reference_points,
+            spatial_shapes,
+            spatial_shapes_list,
+            level_start_index,
+            output_attentions=output_attentions,
         )
 
 
@@ -179,7 +248,15 @@ _QUERIES_AND_KEYS = (
     "reference_points",
 )
 _MASK2FORMER = (*_QUERIES_AND_KEYS, "spatial_shapes_list", "level_start_index", "output_attentions")
+_ONEFORMER = (
+    *_QUERIES_AND_KEYS,
+    "spatial_shapes",
+    "level_start_index",
+    "output_attentions",
+    "spatial_shapes_list",
+)
 _DEFORMABLE_DETR = (*_QUERIES_AND_KEYS, "spatial_shapes", "spatial_shapes_list", "level_start_index", "kwargs")
+_GROUNDING_DINO = (*_DEFORMABLE_DETR[:-1], "output_attentions")
 _D_FINE = (
     "hidden_states",
     "attention_mask",
@@ -198,14 +275,24 @@ FAMILIES = tuple(
         f"{prefix}MultiscaleDeformableAttention",
         adapter,
         parameters,
+        optional=("spatial_shapes_list",) if adapter is _OneFormer else (),
     )
     for name, prefix, adapter, parameters in (
         ("mask2former", "Mask2FormerPixelDecoderEncoder", _Mask2Former, _MASK2FORMER),
+        ("oneformer", "OneFormerPixelDecoderEncoder", _OneFormer, _ONEFORMER),
         ("deformable_detr", "DeformableDetr", _DeformableDetr, _DEFORMABLE_DETR),
         ("rt_detr", "RTDetr", _DeformableDetr, _DEFORMABLE_DETR),
         ("rt_detr_v2", "RTDetrV2", _RTDetrV2, _DEFORMABLE_DETR),
         ("d_fine", "DFine", _DFine, _D_FINE),
         ("deimv2", "Deimv2", _DFine, _D_FINE),
+        ("omdet_turbo", "OmDetTurbo", _DeformableDetr, _DEFORMABLE_DETR),
+        ("lw_detr", "LwDetr", _DeformableDetr, _DEFORMABLE_DETR),
+        ("rf_detr", "RfDetr", _DeformableDetr, _DEFORMABLE_DETR),
+        ("pp_doclayout_v2", "PPDocLayoutV2", _DeformableDetr, _DEFORMABLE_DETR),
+        ("pp_doclayout_v3", "PPDocLayoutV3", _DeformableDetr, _DEFORMABLE_DETR),
+        ("pp_doclayout_v4", "PPDocLayoutV4", _DeformableDetr, _DEFORMABLE_DETR),
+        ("grounding_dino", "GroundingDino", _GroundingDino, _GROUNDING_DINO),
+        ("mm_grounding_dino", "MMGroundingDino", _GroundingDino, _GROUNDING_DINO),
     )
 )
 

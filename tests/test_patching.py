@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import importlib.util
+import importlib
 import inspect
 import io
 import os
@@ -200,15 +200,14 @@ def test_patched_classes_can_be_imported_and_built():
 
 @pytest.mark.parametrize("family", [f for f in patching.families() if f.part == "attention"], ids=lambda f: f.name)
 def test_signatures_of_patched_forwards_are_upstreams(family):
-    pytest.importorskip(family.framework)
     if family.framework == "mmcv":
         import_mmcv_ops()
-    if importlib.util.find_spec(family.module) is None:
-        pytest.skip("not in this version")
+    cls = getattr(pytest.importorskip(family.module), family.class_name)
     assert patching.check_family(family) is None
-    cls = getattr(importlib.import_module(family.module), family.class_name)
     upstream = inspect.signature(cls.forward).parameters
     patched = inspect.signature(patching.patched_class(cls, family).forward).parameters
+    # What this version of upstream lacks.
+    patched = {n: p for n, p in patched.items() if n in upstream or n not in family.optional}
     assert list(patched) == list(upstream)
     assert [p.kind for p in patched.values()] == [p.kind for p in upstream.values()]
     assert [p.default for p in patched.values()] == [p.default for p in upstream.values()]
