@@ -1,5 +1,7 @@
 """Deformable attention of Hugging Face transformers: the wrapper modules, which hold the four projections."""
 
+import math
+
 from torch import Tensor
 
 from deformops_models import patching
@@ -35,7 +37,7 @@ class _Wrapper(PatchedModule):
         counts = self._counts()
         points = (self.n_levels, self.n_points) if counts is None else (sum(counts),)
         axes = (batch, queries, self.n_heads, *points)
-        logits = self.attention_weights(hidden_states).view(batch, queries, self.n_heads, -1)
+        logits = self.attention_weights(hidden_states).view(batch, queries, self.n_heads, math.prod(points))
         output = deformable_attention(
             value.view(batch, rows, self.n_heads, self.d_model // self.n_heads),
             shapes,
