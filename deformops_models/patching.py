@@ -77,6 +77,7 @@ class Family:
         parameters: names of upstream's forward parameters that the adapter was written for.
         part: of the training step, one of `PARTS`.
         steps: methods of upstream that the adapter no longer calls, so that nobody may have changed them.
+        optional: those of `parameters` that other versions of the class lack.
     """
 
     name: str
@@ -87,11 +88,12 @@ class Family:
     parameters: tuple[str, ...]
     part: str = "attention"
     steps: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def mismatch(self, cls: type[nn.Module]) -> str | None:
         """Why the adapter does not fit this version of the class, or None."""
         found = tuple(inspect.signature(cls.forward).parameters)[1:]
-        if found != self.parameters:
+        if found != tuple(name for name in self.parameters if name in found or name not in self.optional):
             return f"unknown signature: forward({', '.join(found)}), known is forward({', '.join(self.parameters)})"
         base = _known_base(cls)
         changed = [step for step in self.steps if getattr(cls, step, None) is not getattr(base, step, self)]
@@ -109,8 +111,9 @@ class Family:
             return None
         if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
             return "FSDP owns it: patch before fully_shard"
-        if getattr(module, "method", "default") == "discrete":
-            return "method='discrete' samples whole pixels"
+        for method in ("method", "decoder_method"):
+            if getattr(module, method, None) == "discrete":
+                return f"{method}='discrete' samples whole pixels"
         if replaced := [step for step in self.steps if step in vars(module)]:
             return f"replaced on the instance: {', '.join(replaced)}"
         return self.mismatch(cls)

@@ -1,5 +1,7 @@
 """Deformable attention of Hugging Face transformers: the wrapper modules, which hold the four projections."""
 
+import math
+
 from torch import Tensor
 
 from deformops_models import patching
@@ -9,36 +11,46 @@ from deformops_models.patching import Family, PatchedModule
 
 
 class _Wrapper(PatchedModule):
+    def _counts(self) -> list[int] | None:
+        """Points of each level where upstream has one axis for the points of all levels, else None."""
+
+    def _project(self, projection: str, states: Tensor) -> Tensor:
+        return getattr(self, projection)(states)
+
     def _attend(
         self, hidden_states, encoder_hidden_states, padding, reference_points, shapes, wanted
     ) -> tuple[Tensor, Tensor]:
         """Upstream's forward with the softmax, the locations and the sampling in one operator.
 
         `hidden_states` include the positions; `padding` (B, S) is True where a pixel is padding; `shapes` are pairs of
-        (H, W).
+        (H, W), or a tensor, which the operator checks without a wait for the GPU.
         """
         batch, queries, _ = hidden_states.shape
         rows = encoder_hidden_states.shape[1]
-        if sum(height * width for height, width in shapes) != rows:
+        if not isinstance(shapes, Tensor) and sum(height * width for height, width in shapes) != rows:
             raise ValueError(
                 f"spatial shapes {shapes} hold another number of pixels than the {rows} of encoder_hidden_states"
             )
-        value = self.value_proj(encoder_hidden_states)
+        value = self._project("value_proj", encoder_hidden_states)
         if padding is not None:
             value = value.masked_fill(padding[..., None], 0.0)
-        levels = (batch, queries, self.n_heads, self.n_levels, self.n_points)
-        logits = self.attention_weights(hidden_states).view(*levels[:3], self.n_levels * self.n_points)
+        counts = self._counts()
+        points = (self.n_levels, self.n_points) if counts is None else (sum(counts),)
+        axes = (batch, queries, self.n_heads, *points)
+        logits = self.attention_weights(hidden_states).view(batch, queries, self.n_heads, math.prod(points))
         output = deformable_attention(
             value.view(batch, rows, self.n_heads, self.d_model // self.n_heads),
             shapes,
             None,
             reference_points.expand(batch, queries, -1, -1),
-            self.sampling_offsets(hidden_states).view(*levels, 2),
+            self.sampling_offsets(hidden_states).view(*axes, 2),
             logits,
+            num_points=counts,
+            offset_scale=getattr(self, "offset_scale", 0.5),
             backend=self.deformops_backend,
         )
         wanted = wanted or bool(self._forward_hooks)
-        return self.output_proj(output), attention_weights(logits, levels, wanted=wanted)
+        return self._project("output_proj", output), attention_weights(logits, axes, wanted=wanted)
 
 
 class _Mask2Former(_Wrapper):
@@ -74,6 +86,47 @@ class _Mask2Former(_Wrapper):
             attention_mask,
             reference_points,
             spatial_shapes_list,
+            output_attentions,
+        )
+
+
+class _OneFormer(_Wrapper):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        position_embeddings=None,
+        reference_points=None,
+        spatial_shapes=None,
+        level_start_index=None,
+        output_attentions=False,
+        spatial_shapes_list=None,
+    ):
+        if not self.runs_operator(hidden_states):
+            # Older versions do not know it.
+            pairs = {} if spatial_shapes_list is None else {"spatial_shapes_list": spatial_shapes_list}
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                position_embeddings,
+                reference_points,
+                spatial_shapes,
+                level_start_index,
+                output_attentions,
+                **pairs,
+            )
+        if position_embeddings is not None:
+            hidden_states = self.with_pos_embed(hidden_states, position_embeddings)
+        return self._attend(
+            hidden_states,
+            encoder_hidden_states,
+            attention_mask,
+            reference_points,
+            spatial_shapes if spatial_shapes_list is None else spatial_shapes_list,
             output_attentions,
         )
 
@@ -117,7 +170,78 @@ class _DeformableDetr(_Wrapper):
         )
 
 
-_PARAMETERS = (
+class _GroundingDino(_DeformableDetr):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        position_embeddings=None,
+        reference_points=None,
+        spatial_shapes=None,
+        spatial_shapes_list=None,
+        level_start_index=None,
+        output_attentions=False,
+    ):
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            position_embeddings,
+            reference_points,
+            spatial_shapes,
+            spatial_shapes_list,
+            level_start_index,
+            output_attentions=output_attentions,
+        )
+
+
+class _RTDetrV2(_DeformableDetr):
+    def _counts(self):
+        return self.n_points_list
+
+
+class _DFine(_Wrapper):
+    def _counts(self):
+        return self.num_points_list
+
+    def _project(self, projection, states):
+        # The layer around it projects, where anything does.
+        return states
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        reference_points=None,
+        encoder_hidden_states=None,
+        spatial_shapes=None,
+        spatial_shapes_list=None,
+        **kwargs,
+    ):
+        if not self.runs_operator(hidden_states):
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                reference_points,
+                encoder_hidden_states,
+                spatial_shapes,
+                spatial_shapes_list,
+                **kwargs,
+            )
+        return self._attend(
+            hidden_states,
+            encoder_hidden_states,
+            None if attention_mask is None else ~attention_mask,
+            reference_points,
+            spatial_shapes_list,
+            kwargs.get("output_attentions"),
+        )
+
+
+_QUERIES_AND_KEYS = (
     "hidden_states",
     "attention_mask",
     "encoder_hidden_states",
@@ -125,24 +249,53 @@ _PARAMETERS = (
     "position_embeddings",
     "reference_points",
 )
+_MASK2FORMER = (*_QUERIES_AND_KEYS, "spatial_shapes_list", "level_start_index", "output_attentions")
+_ONEFORMER = (
+    *_QUERIES_AND_KEYS,
+    "spatial_shapes",
+    "level_start_index",
+    "output_attentions",
+    "spatial_shapes_list",
+)
+_DEFORMABLE_DETR = (*_QUERIES_AND_KEYS, "spatial_shapes", "spatial_shapes_list", "level_start_index", "kwargs")
+_GROUNDING_DINO = (*_DEFORMABLE_DETR[:-1], "output_attentions")
+_D_FINE = (
+    "hidden_states",
+    "attention_mask",
+    "reference_points",
+    "encoder_hidden_states",
+    "spatial_shapes",
+    "spatial_shapes_list",
+    "kwargs",
+)
 
-FAMILIES = (
+FAMILIES = tuple(
     Family(
-        "mask2former",
+        name,
         "transformers",
-        "transformers.models.mask2former.modeling_mask2former",
-        "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention",
-        _Mask2Former,
-        (*_PARAMETERS, "spatial_shapes_list", "level_start_index", "output_attentions"),
-    ),
-    Family(
-        "deformable_detr",
-        "transformers",
-        "transformers.models.deformable_detr.modeling_deformable_detr",
-        "DeformableDetrMultiscaleDeformableAttention",
-        _DeformableDetr,
-        (*_PARAMETERS, "spatial_shapes", "spatial_shapes_list", "level_start_index", "kwargs"),
-    ),
+        f"transformers.models.{name}.modeling_{name}",
+        f"{prefix}MultiscaleDeformableAttention",
+        adapter,
+        parameters,
+        optional=("spatial_shapes_list",) if adapter is _OneFormer else (),
+    )
+    for name, prefix, adapter, parameters in (
+        ("mask2former", "Mask2FormerPixelDecoderEncoder", _Mask2Former, _MASK2FORMER),
+        ("oneformer", "OneFormerPixelDecoderEncoder", _OneFormer, _ONEFORMER),
+        ("deformable_detr", "DeformableDetr", _DeformableDetr, _DEFORMABLE_DETR),
+        ("rt_detr", "RTDetr", _DeformableDetr, _DEFORMABLE_DETR),
+        ("rt_detr_v2", "RTDetrV2", _RTDetrV2, _DEFORMABLE_DETR),
+        ("d_fine", "DFine", _DFine, _D_FINE),
+        ("deimv2", "Deimv2", _DFine, _D_FINE),
+        ("omdet_turbo", "OmDetTurbo", _DeformableDetr, _DEFORMABLE_DETR),
+        ("lw_detr", "LwDetr", _DeformableDetr, _DEFORMABLE_DETR),
+        ("rf_detr", "RfDetr", _DeformableDetr, _DEFORMABLE_DETR),
+        ("pp_doclayout_v2", "PPDocLayoutV2", _DeformableDetr, _DEFORMABLE_DETR),
+        ("pp_doclayout_v3", "PPDocLayoutV3", _DeformableDetr, _DEFORMABLE_DETR),
+        ("pp_doclayout_v4", "PPDocLayoutV4", _DeformableDetr, _DEFORMABLE_DETR),
+        ("grounding_dino", "GroundingDino", _GroundingDino, _GROUNDING_DINO),
+        ("mm_grounding_dino", "MMGroundingDino", _GroundingDino, _GROUNDING_DINO),
+    )
 )
 
 

@@ -47,6 +47,9 @@ class Detector:
             torch.manual_seed(5)
             model = self.build_untouched().eval()
             for name, module in model.named_modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    # A step leaves the running statistics alone.
+                    module.momentum = 0.0
                 # Both projections start out as zero in every library.
                 if name.endswith(("sampling_offsets", "attention_weights")):
                     nn.init.normal_(module.weight, std=2 / math.sqrt(module.in_features))
@@ -241,6 +244,35 @@ def _hf_mask2former() -> nn.Module:
     return Mask2FormerForUniversalSegmentation(config)
 
 
+def _hf_oneformer() -> nn.Module:
+    from transformers import OneFormerConfig, OneFormerForUniversalSegmentation, SwinConfig
+
+    backbone = SwinConfig(
+        image_size=32, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 4], window_size=4, drop_path_rate=0.0,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = OneFormerConfig(
+        backbone_config=backbone, conv_dim=64, mask_dim=64, hidden_dim=64, num_attention_heads=2, encoder_layers=1,
+        decoder_layers=2, query_dec_layers=1, encoder_feedforward_dim=64, dim_feedforward=64, num_queries=6,
+        num_labels=LABELS, train_num_points=60, dropout=0.0, task_seq_len=8, text_encoder_width=64,
+        text_encoder_context_length=8, text_encoder_num_layers=1, text_encoder_vocab_size=20, text_encoder_n_ctx=2,
+        is_training=True,
+    )  # fmt: skip
+    return OneFormerForUniversalSegmentation(config)
+
+
+def _call_hf_oneformer(model: nn.Module, train: bool) -> object:
+    pixels, mask = pixels_and_mask(model)
+    texts = torch.arange(2 * 4 * 8, device=pixels.device).view(2, 4, 8) % 20
+    targets = {}
+    if train:
+        classes, _, masks = zip(*_targets(model), strict=True)
+        targets = {"class_labels": list(classes), "mask_labels": [m.to(pixels) for m in masks]}
+    return dict(
+        model(pixel_values=pixels, task_inputs=texts[:, 0].to(pixels), text_inputs=texts, pixel_mask=mask, **targets)
+    )
+
+
 def _call_hf_mask2former(model: nn.Module, train: bool) -> object:
     pixels, mask = pixels_and_mask(model)
     targets = {}
@@ -275,6 +307,166 @@ def _call_hf_deformable_detr(model: nn.Module, train: bool) -> object:
     if train:
         labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
     return dict(model(pixel_values=pixels, pixel_mask=mask, labels=labels))
+
+
+def _hf_rt_detr(family: str, stages=("stage2", "stage3", "stage4"), **options) -> nn.Module:
+    """An RT-DETR, or of a family that has its encoder, for object detection; `options` go to its config."""
+    import transformers
+
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=list(stages),
+    )  # fmt: skip
+    options = {"num_denoising": 4, "encoder_in_channels": [16, 16, 32]} | options
+    config = getattr(transformers, f"{family}Config")(
+        backbone_config=backbone, encoder_hidden_dim=32, d_model=32, decoder_in_channels=[32] * 3,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        decoder_layers=2, num_queries=9, num_labels=LABELS, freeze_backbone_batch_norms=False, **options,
+    )  # fmt: skip
+    return getattr(transformers, f"{family}ForObjectDetection")(config)
+
+
+def _call_hf_rt_detr(model: nn.Module, train: bool) -> object:
+    labels = None
+    if train:
+        labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
+    # Its encoder doubles the coarser levels: whole multiples of 32.
+    return dict(model(pixel_values=pixels_and_mask(model)[0][..., :64, :96], labels=labels))
+
+
+def _hf_grounding_dino(family: str) -> nn.Module:
+    import transformers
+
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    text = transformers.BertConfig(
+        vocab_size=1100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(
+        backbone_config=backbone, text_config=text, d_model=64, encoder_layers=1, decoder_layers=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2, decoder_attention_heads=2, num_queries=9,
+        num_feature_levels=3, dropout=0.0, fusion_droppath=0.0, max_text_len=16,
+        auxiliary_loss=True,
+    )  # fmt: skip
+    return getattr(transformers, f"{family}ForObjectDetection")(config)
+
+
+def _call_hf_grounding_dino(model: nn.Module, train: bool) -> object:
+    pixels, mask = pixels_and_mask(model)
+    labels = None
+    if train:
+        labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
+    # BERT's [CLS], three classes of one or two words with a full stop each, [SEP].
+    text = torch.tensor([[101, 1050, 1012, 1051, 1052, 1012, 1053, 1012, 102]], device=pixels.device).repeat(2, 1)
+    return dict(model(pixel_values=pixels, pixel_mask=mask, input_ids=text, labels=labels))
+
+
+def _hf_omdet_turbo() -> nn.Module:
+    from transformers import CLIPTextConfig, OmDetTurboConfig, OmDetTurboForObjectDetection, SwinConfig
+
+    backbone = SwinConfig(
+        image_size=32, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 4], window_size=4, drop_path_rate=0.0,
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    text = CLIPTextConfig(
+        vocab_size=50, hidden_size=48, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=8, bos_token_id=1, eos_token_id=49,
+    )  # fmt: skip
+    config = OmDetTurboConfig(
+        backbone_config=backbone, text_config=text, apply_layernorm_after_vision_backbone=False,
+        text_projection_in_dim=48, text_projection_out_dim=48, class_embed_dim=48, task_encoder_hidden_dim=32,
+        num_queries=9, encoder_hidden_dim=32, decoder_hidden_dim=32, vision_features_channels=[32] * 3,
+        encoder_in_channels=[32, 64, 128], encoder_attention_heads=2, encoder_dim_feedforward=32, decoder_num_heads=2,
+        decoder_num_layers=2, decoder_dim_feedforward=32,
+    )  # fmt: skip
+    return OmDetTurboForObjectDetection(config)
+
+
+def _call_hf_omdet_turbo(model: nn.Module, train: bool) -> object:
+    for cache in (model.language_cache_class, model.language_cache_prompt):
+        cache.cache.clear()
+    pixels, _ = pixels_and_mask(model)
+    words = torch.tensor([[1, 7, 49, 0], [1, 9, 49, 0], [1, 9, 8, 49]], device=pixels.device)
+    result = model(
+        pixel_values=pixels[..., :64, :96], classes_input_ids=words, classes_attention_mask=words.sign(),
+        tasks_input_ids=words[:2], tasks_attention_mask=words[:2].sign(),
+        classes_structure=torch.tensor([2, 1], device=pixels.device),
+    )  # fmt: skip
+    if not train:
+        return dict(result)
+    # It has no loss of its own.
+    parts = {name: result[name] for name in ("decoder_coord_logits", "decoder_class_logits")}
+    return {"loss": sum(part.square().mean() for part in parts.values())}
+
+
+def _hf_pp_doclayout(version: int) -> nn.Module:
+    import transformers
+
+    if not hasattr(transformers, f"PPDocLayoutV{version}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no PP-DocLayout v{version}")
+    options = {}
+    if version == 2:
+        from transformers.models.pp_doclayout_v2.configuration_pp_doclayout_v2 import PPDocLayoutV2ReadingOrderConfig
+
+        reading = PPDocLayoutV2ReadingOrderConfig(
+            hidden_size=12, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1, num_classes=LABELS,
+            coordinate_size=2, shape_size=2, global_pointer_head_size=8, relation_bias_embed_dim=4,
+        )  # fmt: skip
+        options = {"reading_order_config": reading, "class_thresholds": [0.5] * LABELS, "class_order": [2, 0, 1]}
+    if version == 3:
+        stages = ["stage1", "stage2", "stage3", "stage4"]
+        options = {"mask_feature_channels": [8, 8], "x4_feat_dim": 8, "num_prototypes": 4, "stages": stages}
+    if version == 4:
+        options = {"hidden_size": 32}
+    return _hf_rt_detr(f"PPDocLayoutV{version}", gp_dropout_value=0.0, **options)
+
+
+def _call_hf_pp_doclayout(model: nn.Module, train: bool) -> object:
+    result = dict(_call_hf_rt_detr(model, False))
+    # It has no loss of its own.
+    return {"loss": sum(result[name].square().mean() for name in ("logits", "pred_boxes"))} if train else result
+
+
+def _hf_lw_detr() -> nn.Module:
+    from transformers import LwDetrConfig, LwDetrForObjectDetection, LwDetrViTConfig
+
+    backbone = LwDetrViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=64, pretrain_image_size=32, patch_size=8,
+        num_windows=4, window_block_indices=[0], out_indices=[0, 1],
+    )  # fmt: skip
+    config = LwDetrConfig(
+        backbone_config=backbone, projector_scale_factors=[2.0, 0.5], d_model=32, c2f_num_blocks=1, num_queries=9,
+        decoder_layers=2, decoder_ffn_dim=32, decoder_n_points=2, decoder_self_attention_heads=2,
+        decoder_cross_attention_heads=4, group_detr=2, num_labels=LABELS,
+    )  # fmt: skip
+    return LwDetrForObjectDetection(config)
+
+
+def _hf_rf_detr() -> nn.Module:
+    from transformers import RfDetrConfig, RfDetrDinov2Config, RfDetrForObjectDetection
+
+    backbone = RfDetrDinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=8, num_windows=4,
+        mlp_ratio=2, out_features=["stage1", "stage2"],
+    )  # fmt: skip
+    config = RfDetrConfig(
+        backbone_config=backbone, d_model=32, c2f_num_blocks=1, num_queries=9, decoder_layers=2, decoder_ffn_dim=32,
+        decoder_n_points=2, decoder_self_attention_heads=2, decoder_cross_attention_heads=4, group_detr=2, dropout=0.0,
+        num_labels=LABELS,
+    )  # fmt: skip
+    return RfDetrForObjectDetection(config)
+
+
+def _call_hf_square(model: nn.Module, train: bool) -> object:
+    """For backbones that cut a square image into windows."""
+    pixels, mask = pixels_and_mask(model)
+    labels = None
+    if train:
+        labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
+    return dict(model(pixel_values=pixels[..., :64, :64], pixel_mask=mask[..., :64, :64], labels=labels))
 
 
 # mmdet
@@ -393,6 +585,7 @@ DETECTORS = {
     d.name: d
     for d in (
         Detector("hf-mask2former", "transformers", _HF_M2F, 2, _hf_mask2former, _call_hf_mask2former),
+        Detector("hf-oneformer", "transformers", _HF_M2F.replace("Mask2", "One"), 1, _hf_oneformer, _call_hf_oneformer),
         *(
             Detector(
                 f"hf-deformable-detr-{name}", "transformers", _HF_DETR, 3,
@@ -404,6 +597,40 @@ DETECTORS = {
                 "refine": {"with_box_refine": True},
                 "two-stage": {"with_box_refine": True, "two_stage": True},
             }.items()
+        ),
+        *(
+            Detector(
+                f"hf-{name}", "transformers", f"{family}MultiscaleDeformableAttention", 2,
+                lambda family=family, options=options: _hf_rt_detr(family, **options), _call_hf_rt_detr,
+            )
+            for name, family, options in (
+                ("rt-detr", "RTDetr", {}),
+                ("rt-detr-v2", "RTDetrV2", {"decoder_offset_scale": 0.3}),
+                ("d-fine", "DFine", {"decoder_n_points": [3, 6, 3]}),
+                ("deimv2", "Deimv2", {"decoder_n_points": [2, 4, 2]}),
+            )
+        ),
+        *(
+            Detector(
+                f"hf-{name}", "transformers", f"{family}MultiscaleDeformableAttention", 3,
+                lambda family=family: _hf_grounding_dino(family), _call_hf_grounding_dino,
+            )
+            for name, family in (("grounding-dino", "GroundingDino"), ("mm-grounding-dino", "MMGroundingDino"))
+        ),
+        *(
+            Detector(f"hf-{name}", "transformers", f"{family}MultiscaleDeformableAttention", 2, build, call)
+            for name, family, build, call in (
+                ("omdet-turbo", "OmDetTurbo", _hf_omdet_turbo, _call_hf_omdet_turbo),
+                ("lw-detr", "LwDetr", _hf_lw_detr, _call_hf_square),
+                ("rf-detr", "RfDetr", _hf_rf_detr, _call_hf_square),
+                *(
+                    (
+                        f"pp-doclayout-v{version}", f"PPDocLayoutV{version}",
+                        lambda version=version: _hf_pp_doclayout(version), _call_hf_pp_doclayout,
+                    )
+                    for version in (2, 3, 4)
+                ),
+            )
         ),
         *(
             Detector(f"mmdet-{name}", "mmdet", _MMCV, count, build, _call_mmdet)

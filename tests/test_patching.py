@@ -17,7 +17,16 @@ import weakref
 import pytest
 import torch
 from helpers import relative_error
-from models import DETECTORS, Tensors, attentions, mmcv_attention, outputs, training_step, transformers_attention
+from models import (
+    DETECTORS,
+    Tensors,
+    attentions,
+    import_mmcv_ops,
+    mmcv_attention,
+    outputs,
+    training_step,
+    transformers_attention,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -189,13 +198,19 @@ def test_patched_classes_can_be_imported_and_built():
         from deformops_models.patches.transformers import PatchedNothing  # noqa: F401
 
 
-def test_signatures_of_patched_forwards_are_upstreams():
-    for module in (transformers_attention("mask2former"), transformers_attention("deformable_detr"), mmcv_attention()):
-        upstream = inspect.signature(type(module).forward)
-        patched = inspect.signature(type(dm.patch(module)).forward)
-        assert list(patched.parameters) == list(upstream.parameters)
-        assert [p.kind for p in patched.parameters.values()] == [p.kind for p in upstream.parameters.values()]
-        assert [p.default for p in patched.parameters.values()] == [p.default for p in upstream.parameters.values()]
+@pytest.mark.parametrize("family", [f for f in patching.families() if f.part == "attention"], ids=lambda f: f.name)
+def test_signatures_of_patched_forwards_are_upstreams(family):
+    if family.framework == "mmcv":
+        import_mmcv_ops()
+    cls = getattr(pytest.importorskip(family.module), family.class_name)
+    assert patching.check_family(family) is None
+    upstream = inspect.signature(cls.forward).parameters
+    patched = inspect.signature(patching.patched_class(cls, family).forward).parameters
+    # What this version of upstream lacks.
+    patched = {n: p for n, p in patched.items() if n in upstream or n not in family.optional}
+    assert list(patched) == list(upstream)
+    assert [p.kind for p in patched.values()] == [p.kind for p in upstream.values()]
+    assert [p.default for p in patched.values()] == [p.default for p in upstream.values()]
 
 
 # What is left alone
@@ -268,9 +283,10 @@ def test_unpatch_refuses_a_forward_that_was_replaced_since(attention):
     assert not isinstance(dm.unpatch(attention), PatchedModule)
 
 
-def test_discrete_sampling_is_left_alone(attention):
-    attention.method = "discrete"
-    with pytest.raises(dm.PatchError, match=r"\(root\): .*method='discrete' samples whole pixels"):
+@pytest.mark.parametrize("method", ["method", "decoder_method"])
+def test_discrete_sampling_is_left_alone(attention, method):
+    setattr(attention, method, "discrete")
+    with pytest.raises(dm.PatchError, match=rf"\(root\): .* {method}='discrete' samples whole pixels"):
         dm.patch(attention)
 
 

@@ -118,8 +118,10 @@ def test_patched_is_as_accurate_as_unpatched(comparison, part):
 
 
 def test_every_projection_gets_a_gradient(comparison, detector):
-    for name in comparison.swapped:
-        for projection in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
+    for name, module in attentions(detector.build(), detector).items():
+        projections = dict(module.named_children())
+        assert {"sampling_offsets", "attention_weights"} <= projections.keys()
+        for projection in {"value_proj", "output_proj", "sampling_offsets", "attention_weights"} & projections.keys():
             assert comparison.patched.gradients[f"{name}.{projection}.weight"].abs().max() > 0
 
 

@@ -29,7 +29,7 @@ losses_module = importlib.import_module("deformops_models.patches.transformers_l
 FLOAT32, BFLOAT16 = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16))
 #: Everything but the attention, which has tests of its own.
 PARTS = ("matcher", "loss", "mask_predictor")
-TRAINED = [name for name in DETECTORS if name.startswith("hf-")]
+TRAINED = [name for name in DETECTORS if name.startswith(("hf-mask2former", "hf-deformable-detr"))]
 QUERIES = 6
 #: Objects of each image: uneven, none in one image, none at all, more than queries.
 COUNTS = [(3, 1), (2, 0, 4), (0, 2), (0, 0), (8, 2), (7, 9), (5,)]
