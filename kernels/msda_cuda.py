@@ -78,6 +78,11 @@ def _sort_queries(num_points: tuple[int, ...]) -> int:
     return 64 if sum(num_points) <= 32 else 32
 
 
+def _warp_bits(channels: int) -> int:
+    """Logarithm of the warps of a block of the gather: as many as its shared memory has room for."""
+    return {16: 3, 32: 3, 64: 2, 128: 1}[channels]
+
+
 def source(problem: Problem) -> str:
     """All kernels' text for one problem."""
     constants = {
@@ -99,6 +104,8 @@ def source(problem: Problem) -> str:
         "BATCH": BATCH,
         "TILE_X": TILE_X,
         "TILE_Y": TILE_Y,
+        "KINDS": KINDS,
+        "WARP_BITS": _warp_bits(problem.channels),
         "INFINITY": "__int_as_float(0x7f800000)",
         "NAN": "__int_as_float(0x7fffffff)",
     }
@@ -221,7 +228,7 @@ def tiling(
         pairs: batch · heads.
         room: bytes of shared memory of a block.
     """
-    warps = 8 if channels <= 32 else 256 // channels
+    warps = 1 << _warp_bits(channels)
     keys = blocks = partials = start = 0
     levels = []
     for (height, width), count in zip(sizes, num_points, strict=True):

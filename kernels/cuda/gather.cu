@@ -6,7 +6,7 @@
 
 constexpr int COLUMNS = D / 8;  // of 8 channels: column j of a product holds channels j, j + COLUMNS, ...
 constexpr int OWN = 2 * COLUMNS;  // channels of a thread: of pixels (lane / 4, y) the ones from lane % 4 · OWN on
-constexpr int WARP_BITS = D <= 32 ? 3 : D == 64 ? 2 : 1, GATHER_WARPS = 1 << WARP_BITS;  // shared memory has room for
+constexpr int GATHER_WARPS = 1 << WARP_BITS;
 constexpr bool EXACT = sizeof(VALUE) == 4;           // float32 is multiplied as two tf32 terms each
 constexpr int RESIDENT_WARPS = COLUMNS > 8 ? 8 : COLUMNS > 4 || EXACT ? 16 : 24;
 struct __align__(COLUMNS * sizeof(VALUE)) Piece { VALUE at[COLUMNS]; };

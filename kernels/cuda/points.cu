@@ -18,14 +18,11 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 msda_backward_points(const VALUE *grad, const VALUE *value, const long long *shapes, const long long *starts,
                      const REFERENCE *reference, const POINT *points, const WEIGHT *weights, float *grad_reference,
                      POINT *grad_points, WEIGHT *grad_weights, int S, int Q, float offset_scale) {
-    constexpr int QUERIES = ROW_THREADS / LANES;
     __shared__ PointLevels levels;
     load_levels(shapes, starts, S, &levels);
-
-    int blocks = (Q + QUERIES - 1) / QUERIES;
-    int h = blockIdx.x % M, b = blockIdx.x / M / blocks;
-    int row = blockIdx.x / M % blocks * QUERIES + threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    long long q = (long long)b * Q + min(row, Q - 1);
+    Place place = place_of_thread(Q);
+    int h = place.h, b = place.b, row = place.row, lane = threadIdx.x % LANES;
+    long long q = place.q;
     Samples samples;
     load_samples(reference, points, weights, q, h, lane, levels, offset_scale, &samples);
 

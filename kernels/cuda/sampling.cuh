@@ -109,6 +109,17 @@ __device__ __forceinline__ void load_levels(const long long *shapes, const long 
 // With float32 values every digit counts.
 __device__ __forceinline__ float exponential(float x) { return sizeof(VALUE) == 4 ? expf(x) : __expf(x); }
 
+// What a thread of the kernels of rows works on: head h and query `row` of batch b, `q` over the batch.
+struct Place { int b, row, h; long long q; };
+
+__device__ __forceinline__ Place place_of_thread(int Q) {
+    constexpr int QUERIES = ROW_THREADS / LANES;
+    int blocks = (Q + QUERIES - 1) / QUERIES, h = blockIdx.x % M, b = blockIdx.x / M / blocks;
+    int row = blockIdx.x / M % blocks * QUERIES + threadIdx.x / LANES;
+    // Threads behind the last query work on it too, so that a warp stays whole.
+    return {b, row, h, (long long)b * Q + min(row, Q - 1)};
+}
+
 // The samples of one query and head, spread over its LANES threads: point `slot * LANES + lane` is a thread's own.
 constexpr int SLOTS = (P + LANES - 1) / LANES;
 constexpr u32 FULL = 0xffffffff;

@@ -9,7 +9,7 @@
 // Count and sort find the same key for a sample because `to_pixels` leaves the compiler no choice of rounding.
 
 constexpr int WARPS = THREADS / 32;
-constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3, KINDS = 4;
+constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3;
 
 // A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, the
 // logarithm of how many warps share a tile, and where the sums of blocks that share one begin.
