@@ -2,14 +2,16 @@
 
     python benchmarks/train_step.py --out benchmarks/results/train_step.csv
 
-Random weights and images. The loss and the gradient's norm of a patched bf16 step may differ from the unpatched float32
-step by twice what the unpatched bf16 step differs, plus one rounding. mmdet's DINO runs on mmcv-lite.
+Random weights and images. The error of a bf16 step's loss and gradient norm, against unpatched float32 on the same
+images, may be twice that of an unpatched bf16 step, plus one rounding; both are medians over several draws of images,
+for one rounding may select another proposal of a two-stage model. mmdet's DINO runs on mmcv-lite.
 """
 
 import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from deformops_models.bench.measure import quantiles
 from deformops_models.bench.record import Recorder, machine
 
 LABELS = 80
+SEEDS = range(100, 107)
 
 
 def mask2former(batch: int = 2, size: int = 512) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
@@ -26,11 +29,15 @@ def mask2former(batch: int = 2, size: int = 512) -> tuple[nn.Module, Callable[[n
 
     swin = SwinConfig(out_features=["stage1", "stage2", "stage3", "stage4"], depths=[2, 2, 6, 2])
     model = Mask2FormerForUniversalSegmentation(Mask2FormerConfig(backbone_config=swin, num_labels=LABELS))
-    pixels = torch.randn(batch, 3, size, size, device="cuda")
-    masks = [(torch.rand(5, size // 64, size // 64, device="cuda") > 0.6).float() for _ in range(batch)]
-    masks = [nn.functional.interpolate(m[None], size=(size, size))[0] for m in masks]
-    classes = [torch.randint(LABELS, (5,), device="cuda") for _ in range(batch)]
-    return model, lambda m: m(pixel_values=pixels, mask_labels=masks, class_labels=classes).loss
+
+    def loss(m: nn.Module) -> Tensor:
+        pixels = torch.randn(batch, 3, size, size, device="cuda")
+        masks = [(torch.rand(5, size // 64, size // 64, device="cuda") > 0.6).float() for _ in range(batch)]
+        masks = [nn.functional.interpolate(m[None], size=(size, size))[0] for m in masks]
+        classes = [torch.randint(LABELS, (5,), device="cuda") for _ in range(batch)]
+        return m(pixel_values=pixels, mask_labels=masks, class_labels=classes).loss
+
+    return model, loss
 
 
 def deformable_detr(batch: int = 2, height: int = 800, width: int = 1333):
@@ -40,16 +47,19 @@ def deformable_detr(batch: int = 2, height: int = 800, width: int = 1333):
     config = DeformableDetrConfig(
         use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=resnet, num_labels=LABELS
     )
-    model = DeformableDetrForObjectDetection(config)
-    pixels = torch.randn(batch, 3, height, width, device="cuda")
-    labels = [
-        {
-            "class_labels": torch.randint(LABELS, (7,), device="cuda"),
-            "boxes": torch.rand(7, 4, device="cuda") * 0.4 + 0.3,
-        }
-        for _ in range(batch)
-    ]
-    return model, lambda m: m(pixel_values=pixels, labels=labels).loss
+
+    def loss(m: nn.Module) -> Tensor:
+        pixels = torch.randn(batch, 3, height, width, device="cuda")
+        labels = [
+            {
+                "class_labels": torch.randint(LABELS, (7,), device="cuda"),
+                "boxes": torch.rand(7, 4, device="cuda") * 0.4 + 0.3,
+            }
+            for _ in range(batch)
+        ]
+        return m(pixel_values=pixels, labels=labels).loss
+
+    return DeformableDetrForObjectDetection(config), loss
 
 
 def dino(batch: int = 2, height: int = 800, width: int = 1333):
@@ -69,19 +79,17 @@ def dino(batch: int = 2, height: int = 800, width: int = 1333):
     config.backbone.init_cfg = None
     model = MODELS.build(config)
     model.init_weights()
-    pixels = torch.randn(batch, 3, height, width, device="cuda")
-    samples = []
-    for _ in range(batch):
+
+    def sample() -> DetDataSample:
         corner = torch.rand(7, 2, device="cuda") * torch.tensor([width, height], device="cuda") * 0.6
         boxes = torch.cat([corner, corner + 30 + torch.rand(7, 2, device="cuda") * 250], 1)
-        sample = DetDataSample(
-            metainfo={"img_shape": (height, width), "batch_input_shape": (height, width), "ori_shape": (height, width)}
-        )
-        sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.randint(LABELS, (7,), device="cuda"))
-        samples.append(sample)
+        shape = (height, width)
+        data = DetDataSample(metainfo={"img_shape": shape, "batch_input_shape": shape, "ori_shape": shape})
+        data.gt_instances = InstanceData(bboxes=boxes, labels=torch.randint(LABELS, (7,), device="cuda"))
+        return data
 
     def loss(m: nn.Module) -> Tensor:
-        losses = m.loss(pixels, samples)
+        losses = m.loss(torch.randn(batch, 3, height, width, device="cuda"), [sample() for _ in range(batch)])
         return sum(sum(part) if isinstance(part, list) else part for part in losses.values())
 
     return model, loss
@@ -90,9 +98,9 @@ def dino(batch: int = 2, height: int = 800, width: int = 1333):
 MODELS = {"mask2former_swin_t_512": mask2former, "deformable_detr_r50": deformable_detr, "dino_r50": dino}
 
 
-def step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], autocast: bool) -> tuple[float, float]:
-    """Loss and gradient norm of one step; every step draws the same random numbers."""
-    torch.manual_seed(7)
+def step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], autocast: bool, seed: int) -> tuple[float, float]:
+    """Loss and gradient norm of one step on images drawn from `seed`."""
+    torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         loss = loss_of(model)
@@ -107,7 +115,7 @@ def timed(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], repeats: int
     for i in range(repeats + 3):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        step(model, loss_of, autocast=True)
+        step(model, loss_of, autocast=True, seed=i)
         torch.cuda.synchronize()
         if i >= 3:
             samples.append((time.perf_counter() - start) * 1e3)
@@ -125,12 +133,12 @@ def measure(recorder: Recorder, name: str) -> bool:
         if key.endswith(("sampling_offsets", "attention_weights")):
             nn.init.normal_(module.weight, std=0.02)
     row = {"op": "train_step", "preset": name, "distribution": "random", "dtype": "bfloat16"}
-    exact = step(model, loss_of, autocast=False)
+    exact = [step(model, loss_of, False, seed) for seed in SEEDS]
     found = {}
     for provider in ("upstream", "ours"):
         if provider == "ours":
             dm.patch(model)
-        found[provider] = step(model, loss_of, autocast=True)
+        found[provider] = [step(model, loss_of, True, seed) for seed in SEEDS]
         dm.call_counts.clear()
         torch.cuda.reset_peak_memory_stats()
         times = timed(model, loss_of)
@@ -143,12 +151,15 @@ def measure(recorder: Recorder, name: str) -> bool:
     good = good and not counts.get("upstream_forward")
     recorder.add(counts.get("msda_forward", 0), **row, provider="ours", metric="kernel_calls", unit="1")
     for i, quantity in enumerate(("loss", "grad_norm")):
-        errors = {provider: abs(values[i] - exact[i]) / abs(exact[i]) for provider, values in found.items()}
+        errors = {
+            provider: median(abs(value[i] - true[i]) / abs(true[i]) for value, true in zip(values, exact, strict=True))
+            for provider, values in found.items()
+        }
         for provider, error in errors.items():
             recorder.add(error, **row, provider=provider, metric=f"error_{quantity}", unit="1")
         budget = 2 * (errors["upstream"] + torch.finfo(torch.bfloat16).eps)
         good = good and errors["ours"] <= budget
-    print(name, "loss", exact[0], found, counts, "PASS" if good else "FAIL", flush=True)
+    print(name, "loss and gradient norm", exact, found, counts, "PASS" if good else "FAIL", flush=True)
     return good
 
 

@@ -114,7 +114,7 @@ def _backward(
 
 def _tiling(value: Tensor, shapes: Tensor, starts: Tensor | None, points: Tensor, num_points: list[int]):
     """How the CUDA kernels cut the value's gradient into tiles, where the level sizes are known; else None."""
-    from deformops_models.kernels._nvrtc import shared_memory
+    from deformops_models.kernels._driver import shared_memory
     from deformops_models.kernels.msda_cuda import tiling
 
     batch, rows, heads, channels = value.shape

@@ -1,10 +1,13 @@
 """How a kernel is launched: the rule that picks a configuration, the constants of a problem, and the call itself."""
 
+import contextlib
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
+
+from deformops_models.kernels._driver import current, loading
 
 MAX_PROGRAMS = 2**31 - 1
 
@@ -87,9 +90,5 @@ def launch(kernel, tensors: tuple, num_points, softmax: bool, offset_scale: floa
         return
     run = kernel[(plan.programs,)]
     arguments = (*tensors, value.shape[1], queries, offset_scale, *plan.constants)
-    device = value.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            run(*arguments, **flags, **plan.options)
-    else:
+    with current(value.device), loading() if value.is_cuda else contextlib.nullcontext():
         run(*arguments, **flags, **plan.options)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from deformops_models.kernels._driver import call, loading, shared_memory
+
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_*_SIZE_BYTES
-_INVALID_CONTEXT = 201
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 
 
@@ -26,11 +27,6 @@ def _nvrtc() -> ctypes.CDLL:
         if found is None:
             raise
         return ctypes.CDLL(str(found))
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @cache
@@ -93,7 +89,8 @@ class Module:
         self.device = device
         self._binary = _compiled(source, f"sm_{major}{minor}")
         self._module = ctypes.c_void_p()
-        _call(device, "cuModuleLoadData", ctypes.byref(self._module), self._binary)
+        with loading():
+            call(device, "cuModuleLoadData", ctypes.byref(self._module), self._binary)
 
     def kernel(self, name: str, layout: str, *, dynamic: bool = False) -> "Kernel":
         """A kernel by its name.
@@ -103,11 +100,12 @@ class Module:
             dynamic: whether it is launched with dynamic shared memory, of which it then may have all there is.
         """
         function, static = ctypes.c_void_p(), ctypes.c_int()
-        _call(self.device, "cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
-        if dynamic:
-            _call(self.device, "cuFuncGetAttribute", ctypes.byref(static), _STATIC_SHARED, function)
-            most = shared_memory(self.device) - static.value
-            _call(self.device, "cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, most)
+        with loading():
+            call(self.device, "cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+            if dynamic:
+                call(self.device, "cuFuncGetAttribute", ctypes.byref(static), _STATIC_SHARED, function)
+                most = shared_memory(self.device) - static.value
+                call(self.device, "cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, most)
         return Kernel(name, function, struct.Struct(layout), self.device)
 
 
@@ -125,40 +123,8 @@ class Kernel:
         )
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
         try:
-            _call(
+            call(
                 self._device, "cuLaunchKernel", self._function, *grid, threads, 1, 1, shared_bytes, stream, None, extra
             )
         except RuntimeError as error:
             raise RuntimeError(f"{self.name}: {error}") from None
-
-
-@cache
-def shared_memory(device: int) -> int:
-    """Bytes of shared memory that a block may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def _call(device: int, name: str, *arguments) -> None:
-    """Calls the driver. A thread that has not used the device yet, such as autograd's, gets torch's context first."""
-    function = getattr(_driver(), name)
-    result = function(*arguments)
-    if result == _INVALID_CONTEXT:
-        _check("cuCtxSetCurrent", _driver().cuCtxSetCurrent(_context(device)))
-        result = function(*arguments)
-    _check(name, result)
-
-
-@cache
-def _context(device: int) -> ctypes.c_void_p:
-    """The primary context, which torch uses too."""
-    number, context = ctypes.c_int(), ctypes.c_void_p()
-    _check("cuDeviceGet", _driver().cuDeviceGet(ctypes.byref(number), device))
-    _check("cuDevicePrimaryCtxRetain", _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
-    return context
-
-
-def _check(name: str, result: int) -> None:
-    if result:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"{name}: CUDA error {result}, {(text.value or b'unknown').decode()}")

@@ -4,7 +4,6 @@ The kernels lie in cuda/: `forward.cu`; `points.cu` for the gradients of points,
 `gather.cu` for the value's.
 """
 
-import contextlib
 import itertools
 import math
 import struct
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deformops_models.kernels._driver import current
 from deformops_models.kernels._nvrtc import Kernel, Module
 
 _FOLDER = Path(__file__).parent / "cuda"
@@ -132,11 +132,6 @@ def _problem(value: Tensor, reference: Tensor | None, points: Tensor, weights: T
     )  # fmt: skip
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes a device current, if it is not."""
-    return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
 def _pointers(*tensors: Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
@@ -153,7 +148,7 @@ def msda_forward(output, value, shapes, starts, reference, points, weights, num_
     problem = _problem(value, reference, points, weights, num_points, softmax)
     queries = points.shape[1]
     tensors = _pointers(output, value, shapes, starts, reference, points, weights)
-    with _current(value.device):
+    with current(value.device):
         kernel = _kernel(problem, value.device.index, "msda_forward", "7P2if")
         kernel(_row_blocks(value, queries), ROW_THREADS, *tensors, value.shape[1], queries, offset_scale)
 
@@ -169,7 +164,7 @@ def msda_backward_points(operands, gradients, num_points, softmax, offset_scale)
     problem = _problem(value, reference, points, weights, num_points, softmax)
     queries = points.shape[1]
     tensors = _pointers(*operands, *gradients)
-    with _current(value.device):
+    with current(value.device):
         kernel = _kernel(problem, value.device.index, "msda_backward_points", "10P2if")
         kernel(_row_blocks(value, queries), ROW_THREADS, *tensors, value.shape[1], queries, offset_scale)
 
@@ -265,7 +260,7 @@ def msda_backward_value(operands, grad_value, tiling: Tiling, num_points, softma
         grad_value: (B, S, M, D) in value's dtype.
         tiling: of levels that follow one another through all S rows.
     """
-    with _current(grad_value.device):
+    with current(grad_value.device):
         _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_scale)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Problem, relative_error
+from helpers import Problem, assert_within_budget, relative_error
 
 import deformops_models as dm
 
@@ -32,7 +32,8 @@ def needs_memory(gib: int) -> None:
 @pytest.mark.parametrize("metadata", ["lists", "tensors"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_captured_graph_computes_new_data(dtype, metadata):
-    first, second = (Problem.random(queries=70, heads=4, channels=32, dtypes=(dtype,)) for _ in range(2))
+    """Sizes in tensors may change between replays: other kernels run then, which the capture is the first to load."""
+    first, second = (Problem.random(queries=70, heads=5, channels=32, dtypes=(dtype,)) for _ in range(2))
     leaves, grad = leaves_of(first, dtype), first.grad.to("cuda", dtype)
     sizes = starts = None
     if metadata == "tensors":
@@ -51,10 +52,9 @@ def test_a_captured_graph_computes_new_data(dtype, metadata):
             leaf.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    expected = step(second, leaves, grad, sizes, starts)
-    assert torch.equal(captured[0], expected[0])
-    for a, b in zip(captured[1:], expected[1:], strict=True):
-        assert relative_error(a, b) <= 2 * torch.finfo(dtype).eps
+    exact, plain = second.run("eager"), second.run("eager", dtype)
+    for result, name in zip(captured, exact, strict=True):
+        assert_within_budget(result, exact[name], plain[name], name, second.longest)
 
 
 @pytest.mark.parametrize("metadata", ["lists", "tensors"])

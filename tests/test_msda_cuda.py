@@ -14,7 +14,7 @@ from helpers import Problem, deterministic, relative_error
 import deformops_models as dm
 from deformops_models import layout, ops
 from deformops_models.backend import interpreting
-from deformops_models.kernels import _nvrtc, msda_cuda
+from deformops_models.kernels import _driver, _nvrtc, msda_cuda
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 GIB = 2**30
@@ -36,8 +36,8 @@ def target(request, monkeypatch) -> tuple[str, str]:
         pytest.skip("needs g++")
     build = functools.partial(emulator.Module, folder=request.getfixturevalue("libraries"))
     monkeypatch.setattr(msda_cuda, "_module", lambda problem, device: build(problem))
-    monkeypatch.setattr(msda_cuda, "_current", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(_nvrtc, "shared_memory", lambda device: ROOM)
+    monkeypatch.setattr(msda_cuda, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_driver, "shared_memory", lambda device: ROOM)
     monkeypatch.setattr(ops, "_use_cuda", lambda *arguments: True)
     msda_cuda._kernel.cache_clear()
     request.addfinalizer(msda_cuda._kernel.cache_clear)
@@ -173,15 +173,15 @@ class Driver:
 @pytest.fixture
 def launch(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    _nvrtc._context.cache_clear()
+    _driver._context.cache_clear()
 
     def run(driver):
-        monkeypatch.setattr(_nvrtc, "_driver", lambda: driver)
+        monkeypatch.setattr(_driver, "_driver", lambda: driver)
         kernel = _nvrtc.Kernel("example", ctypes.c_void_p(1), struct.Struct("P2ifP"), 0)
         kernel((3, 2, 1), 64, 2**40, 5, -6, 0.5, 7, shared_bytes=99)
 
     yield run
-    _nvrtc._context.cache_clear()
+    _driver._context.cache_clear()
 
 
 def test_a_launch_passes_its_arguments(launch):
@@ -266,7 +266,7 @@ def test_long_lists_chunks_and_slices(target, monkeypatch, dtype, at_once, chann
 @pytest.mark.parametrize("room, warps", [(1300, 4), (900, 1)])
 def test_little_shared_memory(target, monkeypatch, room, warps):
     sizes, queries = ((9, 17), (3, 4)), 40
-    monkeypatch.setattr(_nvrtc, "shared_memory", lambda device: room)
+    monkeypatch.setattr(_driver, "shared_memory", lambda device: room)
     monkeypatch.setattr(msda_cuda, "STATIC_BYTES", 0)
     assert msda_cuda.tiling(sizes, (4, 4), queries, 4, 32, room).count_warps == warps
     Problem.random(queries=queries, heads=2, channels=32, sizes=sizes).check(F32, *target)

@@ -15,8 +15,11 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(problem: Problem) -> Function:
-    """The operator that the problem is of; float64 operands run the plain path."""
-    shapes, starts, reference = problem.shapes, problem.starts, problem.reference
+    """The operator that the problem is of, with its sizes in a list, as models have them; float64 runs the plain path.
+
+    Sizes in tensors are learned during the first eager calls, but not trusted in a captured graph, which times here.
+    """
+    shapes, starts, reference = problem.preset.sizes, None, problem.reference
     options = {} if problem.preset.equal_points else {"num_points": problem.preset.points}
     if reference is None:
         return lambda v, p, w: msda(v, shapes, starts, p, w, **options)
