@@ -24,13 +24,12 @@ _TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfl
 
 #: Threads of a block, in the kernels of rows and in all others.
 ROW_THREADS, THREADS = 128, 256
-#: Queries of a block of the count, at least where shared memory is short, and samples that a thread takes at a time.
-CHUNK_BITS, BATCH = (11, 10, 9), 4
-#: Pixels of a tile of the value's gradient, its lines where fewer samples than these would touch it, and the kinds of
-#: samples in it.
-TILE_X, TILE_Y, HIGH_TILE_Y, SPARSE_SAMPLES, KINDS = 8, 4, 16, 16, 4
+#: Logarithm of a count block's queries; fewer where shared memory is short.
+CHUNK_BITS = (11, 10, 9)
+#: Pixels of a tile of the value's gradient and the kinds of samples in it.
+TILE_X, TILE_Y, KINDS = 8, 4, 4
 #: Samples that a warp of the gather takes, and how many blocks a tile may fill.
-WARP_SAMPLES, MOST_BLOCKS = 192, 8
+WARP_SAMPLES, MOST_BLOCKS = 384, 8
 #: Sorted samples at a time: they stay in the L2 cache from their writing to their reading.
 RECORD_BYTES, RECORD = 24 << 20, 16
 
@@ -101,7 +100,6 @@ def source(problem: Problem) -> str:
         "THREADS": THREADS,
         "ROW_THREADS": ROW_THREADS,
         "SORT_QUERIES": _sort_queries(problem.num_points),
-        "BATCH": BATCH,
         "TILE_X": TILE_X,
         "TILE_Y": TILE_Y,
         "KINDS": KINDS,
@@ -227,27 +225,26 @@ def tiling(
     keys = blocks = partials = start = 0
     levels = []
     for (height, width), count in zip(sizes, num_points, strict=True):
+        tiles_x = -(-width // TILE_X)
+        tiles = tiles_x * -(-height // TILE_Y)
         # A tile's samples are 1.4 times as many as begin in it.
         samples = queries * count * min(1, 1.4 * TILE_X * TILE_Y / max(1, height * width))
-        line_bits = (TILE_Y if samples > SPARSE_SAMPLES else HIGH_TILE_Y).bit_length() - 1
-        tiles_x = -(-width // TILE_X)
-        tiles = tiles_x * -(-height >> line_bits)
         wanted = min(samples / WARP_SAMPLES, warps * MOST_BLOCKS)
         split_bits = math.ceil(math.log2(max(1, wanted)))
-        levels.append([height, width, start, tiles_x, tiles, line_bits, keys, 0, split_bits, partials])
+        levels.append([height, width, start, tiles_x, tiles, keys, 0, split_bits, partials])
         partials += (tiles << split_bits) // warps if 1 << split_bits > warps else 0
         keys += tiles * KINDS + 1
         start += height * width
     # Small levels have the longest lists: they come first.
     for level in reversed(levels):
-        level[7] = blocks
-        blocks += -(-(level[4] << level[8]) // warps)
+        level[6] = blocks
+        blocks += -(-(level[4] << level[7]) // warps)
     level_keys = max(level[4] for level in levels) * KINDS + 1
     chunk_bits, count_warps, shared = _count_blocks(level_keys, max(num_points), queries, room - STATIC_BYTES)
     chunks, chunk = -(-queries >> chunk_bits), min(queries, 1 << chunk_bits)
     if shared > room - STATIC_BYTES or level_keys >= 2**16 or pairs * keys * chunks >= MAX_INDEX or blocks == 0:
         return None
-    grids = struct.pack(f"{10 * len(levels)}i", *itertools.chain(*levels))
+    grids = struct.pack(f"{9 * len(levels)}i", *itertools.chain(*levels))
     counting = (chunks, chunk, chunk_bits, count_warps, shared)
     return Tiling(keys, level_keys, blocks, partials, *counting, warps, grids)
 

@@ -78,21 +78,20 @@ SIZES = ((100, 167), (50, 84), (25, 42), (13, 21))
 @pytest.mark.parametrize("queries, channels", [(22223, 32), (300, 32), (22223, 64), (22223, 128), (1, 16)])
 def test_every_tile_has_its_warps(queries, channels):
     tiling = msda_cuda.tiling(SIZES, (4,) * 4, queries, 16, channels, ROOM)
-    levels = list(struct.iter_unpack("10i", tiling.grids))
+    levels = list(struct.iter_unpack("9i", tiling.grids))
     assert [level[:3] for level in levels] == [(100, 167, 0), (50, 84, 16700), (25, 42, 20900), (13, 21, 21950)]
-    lines = {22223: [4, 4, 4, 4], 300: [16, 16, 4, 4], 1: [16, 16, 16, 16]}[queries]
     keys = block = partials = 0
-    for (height, width), line, level in zip(SIZES, lines, levels, strict=True):
-        _, _, _, tiles_x, tiles, line_bits, first_key, _, split_bits, first_partial = level
+    for (height, width), level in zip(SIZES, levels, strict=True):
+        _, _, _, tiles_x, tiles, first_key, _, split_bits, first_partial = level
         splits = 1 << split_bits
-        assert (1 << line_bits, tiles_x) == (line, -(-width // 8)) and tiles == tiles_x * -(-height // line)
+        assert tiles_x == -(-width // 8) and tiles == tiles_x * -(-height // 4)
         assert (first_key, first_partial) == (keys, partials)
-        assert splits in (1, 2, 4, 8, 16, 32, 64) and splits <= 8 * tiling.warps and (line == 4 or splits == 1)
+        assert splits in (1, 2, 4, 8, 16, 32, 64) and splits <= 8 * tiling.warps
         keys += 4 * tiles + 1
         partials += tiles * splits // tiling.warps if splits > tiling.warps else 0
     for level in reversed(levels):
-        assert level[7] == block
-        block += -(-(level[4] << level[8]) // tiling.warps)
+        assert level[6] == block
+        block += -(-(level[4] << level[7]) // tiling.warps)
     assert (tiling.keys, tiling.blocks, tiling.partials) == (keys, block, partials)
     assert tiling.level_keys == 4 * max(level[4] for level in levels) + 1
     assert tiling.chunks * tiling.chunk >= queries > (tiling.chunks - 1) * tiling.chunk

@@ -118,8 +118,11 @@ def device_time(function: Callable[[], object]) -> Quantiles:
 
 def host_time(function: Callable[[], object], calls: int = 200) -> Quantiles:
     """Time in µs that a call keeps the Python thread; the device is idle at its start."""
-    for _ in range(10):
+    # Clocks rise and allocators settle.
+    warm = time.perf_counter() + 0.3
+    while time.perf_counter() < warm:
         function()
+        torch.cuda.synchronize()
     samples = []
     for _ in range(calls):
         torch.cuda.synchronize()

@@ -11,8 +11,11 @@ constexpr bool EXACT = sizeof(VALUE) == 4;           // float32 is multiplied as
 constexpr int RESIDENT_WARPS = COLUMNS > 8 ? 8 : COLUMNS > 4 || EXACT ? 16 : 24;
 struct __align__(COLUMNS * sizeof(VALUE)) Piece { VALUE at[COLUMNS]; };
 
-// Rounded to the ten bits of mantissa that the tensor cores read; they leave out the rest. A NaN of all ones, which is
-// what a GPU's arithmetic gives, would become zero: `rest_of` keeps it, and no record has such a weight.
+// The tensor cores read ten bits of mantissa and leave out the rest: a number is less by this factor then, on average.
+constexpr float LOST = 1.000345f;
+
+// Rounded to ten bits. A NaN of all ones, which is what a GPU's arithmetic gives, would become zero: `rest_of` keeps it,
+// and no record has such a weight.
 __device__ __forceinline__ u32 to_tf32(float x) { return __float_as_uint(x) + 0x1000; }
 __device__ __forceinline__ u32 rest_of(float x) {
     return __float_as_uint(x - __uint_as_float(to_tf32(x) & 0xffffe000));
@@ -49,67 +52,55 @@ __device__ __forceinline__ Runs runs_of(const Record *sorted, const int *place, 
     return runs;
 }
 
-// Adds samples 32·step to 32·end of a tile whose first pixel is (x, y); a warp's threads load one each into `samples`.
-__device__ __forceinline__ void gather_samples(const Runs &runs, const VALUE *rows, int step, int end, int x, int y,
-                                               Record *samples, float (*sum)[COLUMNS][4]) {
+// Adds up to 32 samples, one of each thread, to the tile whose first pixel is (x, y).
+__device__ __forceinline__ void add_samples(Record own, int count, int x, int y, const VALUE *rows, Record *samples,
+                                            float (*sum)[COLUMNS][4]) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    auto load = [&](int step) {
-        // The last step repeats the last sample with weight zero.
-        Record record = runs[min(step * 32 + lane, runs.total - 1)];
-        record.weight = step * 32 + lane < runs.total ? record.weight : 0.0f;
-        record.x -= x, record.y -= y;
-        return record;
-    };
-    Record next;
-    if (step < end) next = load(step);
-    for (; step < end; step++) {
-        __syncwarp();
-        samples[lane] = next;
-        __syncwarp();
-        if (step + 1 < end) next = load(step + 1);
+    own.x -= x, own.y -= y;
+    own.weight = lane < count ? EXACT ? own.weight : own.weight * LOST : 0.0f;
+    __syncwarp();
+    samples[lane] = own;
+    __syncwarp();
 #pragma unroll
-        for (int s = 0; s < 32; s += 8) {
-            if (s == 16 && step * 32 + 16 >= runs.total) break;
-            // Of weights and rows, [0] the leading and [1] what float32 has beyond it.
-            u32 a[2][TILE_Y / 2][4], b[2][2][COLUMNS];
+    for (int s = 0; s < 32; s += 8) {
+        if (s >= count) break;
+        // Of weights and rows, [0] the leading and [1] what float32 has beyond it.
+        u32 a[2][TILE_Y / 2][4], b[2][2][COLUMNS];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                Record one = samples[s + t + 4 * half];
-                Piece piece = *(const Piece *)(rows + (long long)one.row * STRIDE);
-                float across = one.weight * __saturatef(1.0f - fabsf(one.x - g));
+        for (int half = 0; half < 2; half++) {
+            Record one = samples[s + t + 4 * half];
+            Piece piece = *(const Piece *)(rows + (long long)one.row * STRIDE);
+            float across = one.weight * __saturatef(1.0f - fabsf(one.x - g));
 #pragma unroll
-                for (int line = 0; line < TILE_Y; line++) {
-                    float w = across * __saturatef(1.0f - fabsf(one.y - line));
-                    a[0][line / 2][line % 2 + 2 * half] = to_tf32(w);
-                    if (EXACT) a[1][line / 2][line % 2 + 2 * half] = rest_of(w);
-                }
-#pragma unroll
-                for (int j = 0; j < COLUMNS; j++) {
-                    float x = to_float(piece.at[j]);
-                    // Half-precision rows are tf32 as they are.
-                    b[0][half][j] = EXACT ? to_tf32(x) : __float_as_uint(x);
-                    if (EXACT) b[1][half][j] = rest_of(x);
-                }
+            for (int line = 0; line < TILE_Y; line++) {
+                float w = across * __saturatef(1.0f - fabsf(one.y - line));
+                a[0][line / 2][line % 2 + 2 * half] = EXACT ? to_tf32(w) : __float_as_uint(w);
+                if (EXACT) a[1][line / 2][line % 2 + 2 * half] = rest_of(w);
             }
 #pragma unroll
-            for (int m = 0; m < TILE_Y / 2; m++)
-#pragma unroll
-                for (int j = 0; j < COLUMNS; j++) {
-                    if (EXACT) {
-                        multiply(sum[m][j], a[1][m], b[0][0][j], b[0][1][j]);
-                        multiply(sum[m][j], a[0][m], b[1][0][j], b[1][1][j]);
-                    }
-                    multiply(sum[m][j], a[0][m], b[0][0][j], b[0][1][j]);
-                }
+            for (int j = 0; j < COLUMNS; j++) {
+                float x = to_float(piece.at[j]);
+                // Half-precision rows are tf32 as they are.
+                b[0][half][j] = EXACT ? to_tf32(x) : __float_as_uint(x);
+                if (EXACT) b[1][half][j] = rest_of(x);
+            }
         }
+#pragma unroll
+        for (int m = 0; m < TILE_Y / 2; m++)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++) {
+                if (EXACT) {
+                    multiply(sum[m][j], a[1][m], b[0][0][j], b[0][1][j]);
+                    multiply(sum[m][j], a[0][m], b[1][0][j], b[1][1][j]);
+                }
+                multiply(sum[m][j], a[0][m], b[0][0][j], b[0][1][j]);
+            }
     }
 }
 
-// A thread's channel j of line `y` of a tile, which is zero again then.
-__device__ __forceinline__ float take_channel(float (*sum)[COLUMNS][4], int y, int j) {
-    float &at = sum[y / 2][j % COLUMNS][y % 2 * 2 + j / COLUMNS], own = at;
-    at = 0.0f;
-    return own;
+// A thread's channel j of line `y` of a tile.
+__device__ __forceinline__ float channel_of(const float (*sum)[COLUMNS][4], int y, int j) {
+    return sum[y / 2][j % COLUMNS][y % 2 * 2 + j / COLUMNS];
 }
 
 __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, int x, int y, const float *line) {
@@ -122,9 +113,8 @@ __device__ __forceinline__ void write_line(VALUE *grad_value, const Grid &grid, 
     *(decltype(out) *)(grad_value + (long long)(grid.start + y * grid.width + x) * STRIDE + lane % 4 * OWN) = out;
 }
 
-// A power of two of warps shares the samples of a tile; it has TILE_Y lines if they are several. Where they fill several
-// blocks, the last block to arrive adds up the `partials` of all, in their order. Grid: tiles of all levels, pairs of
-// batch and head.
+// A power of two of warps shares the samples of a tile. Where they fill several blocks, the last block to arrive adds up
+// the `partials` of all, in their order. Grid: tiles of all levels, pairs of batch and head.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS, RESIDENT_WARPS / GATHER_WARPS)
 msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, int chunks, const int *places,
             const Record *sorted, float *partials, int *arrived, int all_partials, VALUE *grad_value, int first_pair,
@@ -146,30 +136,34 @@ msda_gather(const VALUE *grad, const __grid_constant__ Grids grids, int keys, in
     int sharing_bits = min(grid.split_bits, WARP_BITS), block_bits = grid.split_bits - sharing_bits;
     int sharing = 1 << sharing_bits, blocks = 1 << block_bits;
     int tile = (block >> block_bits << WARP_BITS - sharing_bits) + (warp >> sharing_bits), part = warp & sharing - 1;
-    int x = tile % grid.tiles_x * TILE_X, y = tile / grid.tiles_x << grid.line_bits;
+    int x = tile % grid.tiles_x * TILE_X, y = tile / grid.tiles_x * TILE_Y;
     block &= blocks - 1;
     Runs runs = {};
     if (tile < grid.tiles) runs = runs_of(sorted, place, chunks, tile, grid);
     int steps = (runs.total + 31) / 32, share = steps + (1 << grid.split_bits) - 1 >> grid.split_bits;
-    int step = (block * sharing + part) * share;
-    // A tile of a warp's own may be high: it is taken TILE_Y lines at a time.
-    int end = sharing > 1 ? y + 1 : tile < grid.tiles ? min(y + (1 << grid.line_bits), grid.height) : y;
+    int step = (block * sharing + part) * share, end = min(step + share, steps);
     float sum[TILE_Y / 2][COLUMNS][4] = {};
-    for (int first = y; first < end; first += TILE_Y) {
-        gather_samples(runs, rows, step, min(step + share, steps), x, first, samples[warp], sum);
+    // The last step repeats the last sample, with weight zero.
+    auto load = [&](int step) { return runs[min(step * 32 + lane, runs.total - 1)]; };
+    Record next;
+    if (step < end) next = load(step);
+    for (; step < end; step++) {
+        Record own = next;
+        if (step + 1 < end) next = load(step + 1);
+        add_samples(own, runs.total - step * 32, x, y, rows, samples[warp], sum);
+    }
 #pragma unroll
-        for (int line = 0; sharing == 1 && line < TILE_Y; line++) {
-            float out[OWN];
+    for (int line = 0; sharing == 1 && line < TILE_Y; line++) {
+        float out[OWN];
 #pragma unroll
-            for (int j = 0; j < OWN; j++) out[j] = take_channel(sum, line, j);
-            write_line(grad_value, grid, x, first + line, out);
-        }
+        for (int j = 0; j < OWN; j++) out[j] = channel_of(sum, line, j);
+        if (tile < grid.tiles) write_line(grad_value, grid, x, y + line, out);
     }
     if (sharing == 1) return;
 #pragma unroll
     for (int line = 0; line < TILE_Y; line++)
 #pragma unroll
-        for (int j = 0; j < OWN; j++) sums[warp][line * TILE_X + g][t * OWN + j] = take_channel(sum, line, j);
+        for (int j = 0; j < OWN; j++) sums[warp][line * TILE_X + g][t * OWN + j] = channel_of(sum, line, j);
     __syncthreads();
     // The warps of a tile share its lines.
     int slot = blockIdx.y * all_partials + grid.first_partial + tile * blocks, first_warp = warp - part;

@@ -1,19 +1,18 @@
 // The gradient of the value without atomics, first half: the samples of each head and level are sorted by the tile of
 // pixels that they touch, so that a tile can gather its own.
 //
-// A tile is TILE_X pixels wide; its lines are a power of two, TILE_Y or, where samples are few, more. A sample belongs to
-// the tile of its upper left pixel and, within it, to one of four kinds by whether its right or lower neighbours lie in
-// the next tile. So a tile's samples are four runs of the sorted list: its own, and those of the left, upper and upper
-// left tile that reach into it. A key is tile · KINDS + kind.
+// A tile is TILE_X by TILE_Y pixels. A sample belongs to the tile of its upper left pixel and, within it, to one of four
+// kinds by whether its right or lower neighbours lie in the next tile. So a tile's samples are four runs of the sorted
+// list: its own, and those of the left, upper and upper left tile that reach into it. A key is tile · KINDS + kind.
 //
 // Count and sort find the same key for a sample because `to_pixels` leaves the compiler no choice of rounding.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int INSIDE = 0, RIGHT = 1, BOTH = 2, DOWN = 3;
 
-// A level's pixels and tiles, the logarithm of a tile's lines, its first key, and for the gather: its first block, the
-// logarithm of how many warps share a tile, and where the sums of blocks that share one begin.
-struct Grid { int height, width, start, tiles_x, tiles, line_bits, first_key, first_block, split_bits, first_partial; };
+// A level's pixels and tiles, its first key, and for the gather: its first block, the logarithm of how many warps share a
+// tile, and where the sums of blocks that share one begin.
+struct Grid { int height, width, start, tiles_x, tiles, first_key, first_block, split_bits, first_partial; };
 struct Grids { Grid at[L]; };
 
 // What the gather needs of a sample; `row` counts queries over the batch.
@@ -45,11 +44,11 @@ __device__ __forceinline__ int count_points(int level) {
 __device__ __forceinline__ int key_at(const float *pixel, const Grid &grid) {
     Location at = locate(pixel[0], pixel[1], grid.height, grid.width);
     if (at.x < -1 || grid.tiles == 0) return -1;
-    int left = max(at.x, 0), up = max(at.y, 0), last_line = (1 << grid.line_bits) - 1;
+    int left = max(at.x, 0), up = max(at.y, 0);
     bool right = at.x >= 0 && left % TILE_X == TILE_X - 1 && left + 1 < grid.width;
-    bool down = at.y >= 0 && (up & last_line) == last_line && up + 1 < grid.height;
+    bool down = at.y >= 0 && up % TILE_Y == TILE_Y - 1 && up + 1 < grid.height;
     int kind = right ? (down ? BOTH : RIGHT) : (down ? DOWN : INSIDE);
-    return ((up >> grid.line_bits) * grid.tiles_x + left / TILE_X) * KINDS + kind;
+    return (up / TILE_Y * grid.tiles_x + left / TILE_X) * KINDS + kind;
 }
 
 // x[i] becomes `first` plus the sum of all before it.
@@ -98,27 +97,21 @@ msda_count(const REFERENCE *reference, const POINT *points, const __grid_constan
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int share = (samples + warps - 1) / warps, begin = warp * share, end = min(begin + share, samples);
     u16 *own = before + warp * padded;
-    for (int start = begin + lane; start - lane < end; start += BATCH * 32) {
-        int key[BATCH];
-#pragma unroll
-        for (int n = 0; n < BATCH; n++) {
-            int i = start + 32 * n, row = b * Q + first + i / K;
+    for (int i = begin + lane; i - lane < end; i += 32) {
+        int key = -1;
+        if (i < end) {
+            long long row = b * Q + first + i / K;
             float point[2], size[2], pixel[2];
-            key[n] = -1;
-            if (i >= end) continue;
-            load_pair(points + (((long long)row * M + h) * P + first_point(level) + i % K) * 2, point);
+            load_pair(points + ((row * M + h) * P + first_point(level) + i % K) * 2, point);
             place_point(point, reference, row, level, K, grid.height, grid.width, offset_scale, size, pixel);
-            key[n] = key_at(pixel, grid);
+            key = key_at(pixel, grid);
         }
-#pragma unroll
-        for (int n = 0; n < BATCH; n++) {
-            u32 peers = __match_any_sync(FULL, key[n]);
-            int earlier = __popc(peers & ((1u << lane) - 1)), count = key[n] >= 0 ? own[key[n]] : 0;
-            __syncwarp();
-            if (start + 32 * n < end) key_of[start + 32 * n] = max(key[n], 0), rank[start + 32 * n] = count + earlier;
-            if (key[n] >= 0 && earlier == 0) own[key[n]] = count + __popc(peers);
-            __syncwarp();
-        }
+        u32 peers = __match_any_sync(FULL, key);
+        int earlier = __popc(peers & ((1u << lane) - 1)), count = key >= 0 ? own[key] : 0;
+        __syncwarp();
+        if (i < end) key_of[i] = max(key, 0), rank[i] = count + earlier;
+        if (key >= 0 && earlier == 0) own[key] = count + __popc(peers);
+        __syncwarp();
     }
     __syncthreads();
     // Two keys at a time: no sum reaches 2^16.
@@ -173,30 +166,21 @@ msda_sort(const REFERENCE *reference, const POINT *points, const WEIGHT *weights
 
     const int *place = places + (long long)pair * keys * chunks;
     sorted += list_of(places, keys, chunks, first_pair, pair, Q);
-    for (int start = threadIdx.x; start < SORT_QUERIES * P; start += BATCH * THREADS) {
-        Record record[BATCH];
-        int to[BATCH];
+    for (int i = threadIdx.x; i < SORT_QUERIES * P; i += THREADS) {
+        int q = i % SORT_QUERIES, p = i / SORT_QUERIES, row = b * Q + first + q, level = 0;
+        if (q >= queries) continue;
 #pragma unroll
-        for (int n = 0; n < BATCH; n++) {
-            int i = start + n * THREADS, q = i % SORT_QUERIES, p = i / SORT_QUERIES, row = b * Q + first + q, level = 0;
-            to[n] = -1;
-            if (q >= queries || p >= P) continue;
-#pragma unroll
-            for (int l = 1; l < L; l++) level = p >= first_point(l) ? l : level;
-            const Grid &grid = grids.at[level];
-            float point[2] = {to_float(point_of[q][p].x), to_float(point_of[q][p].y)}, size[2], pixel[2];
-            place_point(point, reference, row, level, count_points(level), grid.height, grid.width, offset_scale, size, pixel);
-            float weight = weight_of[q][p];
-            if (SOFTMAX) weight = exponential(weight - largest_of[q]) * scale_of[q];
-            int key = key_at(pixel, grid);
-            // Infinity is as much an error to see as NaN, and the gather's rounding cannot lose it.
-            record[n] = {pixel[0], pixel[1], weight == weight ? weight : INFINITY, row};
-            if (key >= 0)
-                to[n] = place[(long long)(grid.first_key + key) * chunks + ((first + q) >> chunk_bits)] +
-                        ranks[(long long)(pair * P + p) * Q + first + q];
-        }
-#pragma unroll
-        for (int n = 0; n < BATCH; n++)
-            if (to[n] >= 0) sorted[to[n]] = record[n];
+        for (int l = 1; l < L; l++) level = p >= first_point(l) ? l : level;
+        const Grid &grid = grids.at[level];
+        float point[2] = {to_float(point_of[q][p].x), to_float(point_of[q][p].y)}, size[2], pixel[2];
+        place_point(point, reference, row, level, count_points(level), grid.height, grid.width, offset_scale, size, pixel);
+        int key = key_at(pixel, grid);
+        if (key < 0) continue;
+        float weight = weight_of[q][p];
+        if (SOFTMAX) weight = exponential(weight - largest_of[q]) * scale_of[q];
+        int to = place[(long long)(grid.first_key + key) * chunks + ((first + q) >> chunk_bits)] +
+                 ranks[(long long)(pair * P + p) * Q + first + q];
+        // Infinity is as much an error to see as NaN, and the gather's rounding cannot lose it.
+        sorted[to] = {pixel[0], pixel[1], weight == weight ? weight : INFINITY, row};
     }
 }
