@@ -95,14 +95,26 @@ def repeats(seconds: float, budget: float = 0.15, fewest: int = 5, most: int = 3
 def device_time(function: Callable[[], object]) -> Quantiles:
     """Device time of one call in µs, by replaying a CUDA graph of it, so that no launch latency is counted.
 
-    The default stream cannot be captured: call it, and make all of autograd's history, on another one.
+    The graph holds several calls where they are short: what a replay itself takes would show. The default stream cannot
+    be captured: call it, and make all of autograd's history, on another one.
     """
     for _ in range(3):
         function()
+    alone = _replays(function, 1)
+    calls = max(1, min(_MOST_CALLS, int(_SHORT / alone[0])))
+    return alone if calls == 1 else _replays(function, calls)
+
+
+#: Device time in µs that a graph should have at least, and calls that it holds at most.
+_SHORT, _MOST_CALLS = 500.0, 20
+
+
+def _replays(function: Callable[[], object], calls: int) -> Quantiles:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        function()
+        for _ in range(calls):
+            function()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def replay() -> float:
@@ -110,10 +122,10 @@ def device_time(function: Callable[[], object]) -> Quantiles:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return start.elapsed_time(end) * 1e3 / calls
 
     replay()
-    return quantiles([replay() for _ in range(repeats(replay() / 1e6))])
+    return quantiles([replay() for _ in range(repeats(replay() * calls / 1e6))])
 
 
 def host_time(function: Callable[[], object], calls: int = 200) -> Quantiles:
