@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -103,11 +104,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_training(commands: Any) -> None:
     command = commands.add_parser("shapes", help="write a synthetic COCO-format data set to try finetune and eval on")
     command.add_argument("--out", required=True, metavar="DIR", help="folder for images/ and annotations/")
-    command.add_argument(
-        "--images", type=int, default=500, metavar="N", help="for training; a fifth more for validation"
-    )
+    command.add_argument("--images", type=int, default=500, metavar="N", help="for training (default: %(default)s)")
+    command.add_argument("--val", type=int, metavar="N", help="for validation (default: a fifth of --images)")
     command.add_argument("--size", type=int, default=128, metavar="PIXELS", help="longest edge (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of everything random (default: %(default)s)")
+    command.add_argument("--workers", type=int, metavar="N", help="processes that draw (default: one for each core)")
     command.set_defaults(run=_shapes)
 
     command = commands.add_parser(
@@ -255,7 +256,9 @@ def _eval(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
     try:
+        argv = sys.argv[1:] if argv is None else argv
         args = _parser().parse_args(argv)
+        args.command_line = shlex.join(["deformops-models", *argv])
         code = args.run(args)
         sys.stdout.flush()
         return code

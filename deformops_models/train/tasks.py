@@ -251,7 +251,7 @@ def parameter_groups(
 
 def _mask2former_targets(samples: Sequence[Mapping[str, Tensor]], size: int) -> dict[str, Any]:
     return {
-        "mask_labels": [sample["masks"].float() for sample in samples],
+        "mask_labels": [sample["masks"] for sample in samples],
         "class_labels": [sample["labels"] for sample in samples],
     }
 
