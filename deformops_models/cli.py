@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     command.set_defaults(run=_demo)
 
-    command = commands.add_parser("bench", help="time the operators and what else is installed, on a GPU")
+    command = commands.add_parser("bench", help="time the operators and whole detectors, on a GPU")
     what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--preset",
@@ -78,6 +78,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=["all"],
         help="encoder, decoder, m2f1024, rtdetr640, narrow, five_levels, eight_points, unequal, host (default: all)",
+    )
+    what.add_argument(
+        "--model",
+        nargs="+",
+        metavar="NAME",
+        help="instead: training step and inference of whole detectors, patched and unpatched: mask2former_swin_b, "
+        "mask2former_swin_t, deformable_detr_r50 (these three are all), mask2former_swin_t_512, "
+        "deformable_detr_r50_b2, dino_r50",
+    )
+    what.add_argument(
+        "--convergence", action="store_true", help="instead: 200 steps of training, patched and twice unpatched"
     )
     what.add_argument("--linear", action="store_true", help="instead: how cost grows with queries, points, channels")
     what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
@@ -90,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=[],
         help="ours, ours_deterministic, bare_launch, transformers, transformers_compiled, deformops, "
-        "deformops_native, deformops_softmax, mmcv (default: what is installed)",
+        "deformops_native, deformops_softmax, mmcv (default: what is installed); with --model: upstream, "
+        "ours_attention, ours",
     )
     command.add_argument(
         "--out", metavar="DIR", default="deformops-bench", help="for results.csv and pictures (default: %(default)s)"

@@ -105,11 +105,10 @@ def _run_model(
     print(f"{title}: {sum(p.numel() for p in detector.model.parameters()) / 1e6:.1f} M parameters", flush=True)
     passed = {}
     for provider, errors, kernels, problem in bench.check(providers):
+        train = row | {"op": "train_step", "provider": provider}
         for quantity, error in errors.items():
-            recorder.add(
-                error, **row, op="train_step", provider=provider, metric=f"error_{quantity}", unit="1"
-            )
-        recorder.add(kernels, **row, op="train_step", provider=provider, metric="kernel_calls", unit="1")
+            recorder.add(error, **train, metric=f"error_{quantity}", unit="1")
+        recorder.add(kernels, **train, metric="kernel_calls", unit="1")
         said = ", ".join(f"{quantity} off by {error:.1e}" for quantity, error in errors.items())
         print(f"{title} {provider}: {said}{f': {problem}' if problem else ''}", flush=True)
         passed[provider] = problem is None
@@ -244,7 +243,7 @@ class _Bench:
         """Milliseconds of one forward pass."""
         self.model.eval()
         lines = []
-        with torch.inference_mode():
+        with torch.no_grad():  # inference mode would leave tensors in upstream's caches that training cannot use
             for _ in range(_WARM_UP + _INFERENCES):
                 line = Timeline(self.device)
                 with line.part("forward"), torch.autocast(self.device.type, torch.bfloat16):
