@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("predict", help="run a checkpoint on images")
     command.add_argument("images", nargs="+", metavar="IMAGE", help="image files, or folders of images")
-    command.add_argument("--model", required=True, help="alias of a checkpoint, or a local model folder")
+    command.add_argument(
+        "--model", default="shapes-tiny", help="alias of a checkpoint, or a local model folder (default: %(default)s)"
+    )
     command.add_argument("--out", required=True, metavar="DIR", help="folder for the overlay pictures and JSON files")
     command.add_argument("--threshold", type=_probability, default=0.5, help="lowest score to keep (default: 0.5)")
     command.add_argument("--task", choices=("instance", "panoptic", "semantic"), help="Mask2Former: instead of its own")
@@ -129,7 +131,9 @@ def _add_training(commands: Any) -> None:
         description="On several GPUs: accelerate launch -m deformops_models.cli finetune ..., or torchrun -m.",
     )
     command.add_argument(
-        "--model", required=True, help="alias of a checkpoint, model folder, folder with a config only, or shapes-tiny"
+        "--model",
+        required=True,
+        help="alias of a checkpoint, model folder, folder with a config only, or shapes-tiny from scratch",
     )
     _add_data(command)
     command.add_argument("--out", required=True, metavar="DIR", help="folder for last/, best/, log.jsonl and curve.png")
@@ -168,7 +172,7 @@ def _add_training(commands: Any) -> None:
     command.set_defaults(run=_finetune)
 
     command = commands.add_parser("eval", help="COCO average precision of a checkpoint on a COCO-format folder")
-    command.add_argument("--model", required=True, help="alias of a checkpoint, or a local model folder")
+    command.add_argument("--model", required=True, help="alias of a checkpoint, local model folder, or shapes-tiny")
     _add_data(command)
     command.add_argument("--split", choices=("val", "train"), default="val", help="default: %(default)s")
     command.add_argument("--compare", action="store_true", help="evaluate the unpatched model too")

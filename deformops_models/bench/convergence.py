@@ -23,11 +23,11 @@ _IMAGES, _SIZE, _BATCH = 64, 128, 4
 _SMOOTH = 10  # steps that are averaged before curves are compared
 
 
-def run(folder: Path, steps: int = STEPS, device: str = "cuda") -> int:
+def run(folder: Path, device: str = "cuda") -> int:
     """Writes convergence.csv and convergence.png into `folder`; returns 0 if the patched curve is within the noise."""
     require("finetune", "transformers", "torchvision", "pycocotools", "tqdm")
     require("bench", "matplotlib")
-    curves = losses(steps, torch.device(device))
+    curves = losses(STEPS, torch.device(device))
     with whole_file(folder / "convergence.csv") as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("step", *RUNS))
