@@ -33,7 +33,8 @@ gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu:
 	$(RUN) -m pytest -m gpu $(PYTEST_FLAGS)
 	$(RUN) -m deformops_models.cli doctor --verify
-	$(RUN) benchmarks/train_step.py --out $(RESULTS)/train_step.csv
+	$(RUN) -m deformops_models.cli bench --model all --out $(RESULTS)
+	$(RUN) -m deformops_models.cli bench --convergence --out $(RESULTS)
 	$(RUN) -m deformops_models.cli bench --out $(RESULTS)
 
 lint: $(VENV)/.installed-dev
