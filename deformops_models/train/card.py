@@ -29,6 +29,7 @@ def model_card(
     import transformers
 
     masks = metric == "segm"
+    kind = "mask" if masks else "box"
     device = next(model.parameters()).device
     software = {
         "deformops-models": __version__, "transformers": transformers.__version__, "torch": torch.__version__,
@@ -37,7 +38,7 @@ def model_card(
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
         ("classes", ", ".join(splits["train"].id2label.values())),
         *((f"{name} images", _describe(split)) for name, split in splits.items()),
-        *((f"{'mask' if masks else 'box'} {name} on val", f"{scores[name]:.2f} %") for name in METRICS if scores[name]),
+        *((f"{kind} {name} on val", f"{scores[name]:.2f} %") for name in METRICS if scores[name] is not None),
         ("hardware", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type),
         ("software", ", ".join(f"{name} {version}" for name, version in software.items())),
     ]

@@ -133,7 +133,7 @@ def scene(rng: np.random.Generator, size: int) -> tuple[np.ndarray, Objects]:
     height, width = (int(edge) * step for edge in rng.integers(size * 3 // 4 // step, size // step + 1, 2))
     pixels = _ground(rng, height, width)
     drawn: list[tuple[int, list[float], np.ndarray, int]] = []  # category, polygon, visible pixels, whole area
-    count = 0 if rng.random() < _EMPTY else int(rng.integers(2, 8))
+    count = 0 if rng.random() < _EMPTY else int(rng.integers(2, 7))
     for _ in range(count):
         category = int(rng.integers(len(SHAPES)))
         polygon, whole = _object(rng, category, height, width)
@@ -161,7 +161,7 @@ def scene(rng: np.random.Generator, size: int) -> tuple[np.ndarray, Objects]:
 
 def _object(rng: np.random.Generator, category: int, height: int, width: int) -> tuple[list[float], np.ndarray]:
     """A polygon [x, y, x, y, ...] with its centre inside the image, and its pixels (H, W) of bool."""
-    radius = min(height, width) * rng.uniform(0.09, 0.24)
+    radius = min(height, width) * rng.uniform(0.11, 0.26)
     centre = rng.uniform((0.5 * radius, 0.5 * radius), (width - 0.5 * radius, height - 0.5 * radius))
     turn = rng.uniform(0, 2 * math.pi)
     name = list(SHAPES)[category]

@@ -315,17 +315,17 @@ TASKS = {
 
 
 def _shapes_tiny(**classes: Any) -> Any:
-    """A Mask2Former of 1.1 M parameters on a small Swin."""
-    from transformers import Mask2FormerConfig, SwinConfig
+    """A Mask2Former of 1.0 M parameters on a small ResNet, with one decoder layer for each level."""
+    from transformers import Mask2FormerConfig, ResNetConfig
 
     width = 64
-    backbone = SwinConfig(
-        embed_dim=24, depths=[1, 1, 2, 1], num_heads=[1, 2, 4, 8], window_size=4, drop_path_rate=0.0,
+    backbone = ResNetConfig(
+        embedding_size=24, hidden_sizes=[24, 48, 96, 128], depths=[1, 2, 2, 1], layer_type="basic",
         out_features=["stage1", "stage2", "stage3", "stage4"],
     )  # fmt: skip
     return Mask2FormerConfig(
         backbone_config=backbone, feature_size=width, mask_feature_size=width, hidden_dim=width,
-        encoder_feedforward_dim=4 * width, dim_feedforward=4 * width, encoder_layers=2, decoder_layers=3,
+        encoder_feedforward_dim=4 * width, dim_feedforward=4 * width, encoder_layers=2, decoder_layers=4,
         num_attention_heads=4, num_queries=20, train_num_points=1024, **classes,
     )  # fmt: skip
 
