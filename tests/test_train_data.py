@@ -304,7 +304,9 @@ def test_augmentation_moves_image_and_targets_alike(data):
         if len(masks["labels"]) != len(boxes["labels"]):
             continue  # what is left of a cropped object may have a box and no pixel
         for mask, box in zip(masks["masks"].bool(), boxes["boxes"], strict=True):
-            assert mask.sum() < 100 or masks["image"][:, mask].std(1).median() < 0.6
+            # Resizing mixes colours at the edge.
+            inner = -torch.nn.functional.max_pool2d(-mask[None].float(), 3, 1, 1)[0] > 0
+            assert inner.sum() < 30 or masks["image"][:, inner].std(1).median() < 0.5
             ys, xs = mask.nonzero().unbind(1)
             tight = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]).float()
             uncut = bool((tight > 0).all() and (tight < SIZE).all())

@@ -155,10 +155,16 @@ def in_float32(model: nn.Module, task: Task) -> None:
 
     @functools.wraps(compute)
     def compute_in_float32(*args: Any, **kwargs: Any) -> Any:
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if not all(
-                t.isfinite().all() for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()
-            ):
+        named = [
+            (name, t)
+            for name, value in (*zip(names, args, strict=False), *kwargs.items())
+            for t in tree_leaves(value)
+            if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        # One wait for the device, not one for each tensor.
+        finite = torch.stack([t.isfinite().all() for _, t in named]).tolist() if named else []
+        for (name, _), good in zip(named, finite, strict=True):
+            if not good:
                 raise NotFiniteError(f"the model's {name} are not finite")
         args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         with torch.autocast(next(model.parameters()).device.type, enabled=False):
