@@ -12,7 +12,7 @@ SETUP := pyproject.toml setup.py
 .PHONY: help demo test gpu lint wheel clean
 
 help:
-	@echo "make demo    install into $(VENV) and run the three detectors, patched and unpatched"
+	@echo "make demo    install into $(VENV) and run the detectors, patched and unpatched"
 	@echo "make test    the same, then the whole test suite"
 	@echo "make gpu     on a machine with a GPU: its tests, doctor --verify, benchmarks into $(RESULTS)"
 	@echo "make lint    ruff"

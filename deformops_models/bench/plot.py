@@ -91,7 +91,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     shown = list(dict.fromkeys(parts))
     if not shown:
         return {}
-    figure = Figure(figsize=(max(9, 3.6 * len(shown)), 5), layout="constrained")
+    figure = Figure(figsize=(max(11, 5 * len(shown)), 5), layout="constrained")
     steps, inference, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     for place, case in enumerate(shown):
         providers = [name for name in PROVIDERS if (case, name, "step_ms") in found]
