@@ -12,7 +12,7 @@ SETUP := pyproject.toml setup.py
 .PHONY: help demo test gpu lint wheel clean
 
 help:
-	@echo "make demo    install into $(VENV) and run the three detectors, patched and unpatched"
+	@echo "make demo    install into $(VENV) and run the detectors, patched and unpatched"
 	@echo "make test    the same, then the whole test suite"
 	@echo "make gpu     on a machine with a GPU: its tests, doctor --verify, benchmarks into $(RESULTS)"
 	@echo "make lint    ruff"
@@ -33,7 +33,8 @@ gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu:
 	$(RUN) -m pytest -m gpu $(PYTEST_FLAGS)
 	$(RUN) -m deformops_models.cli doctor --verify
-	$(RUN) benchmarks/train_step.py --out $(RESULTS)/train_step.csv
+	$(RUN) -m deformops_models.cli bench --model all --out $(RESULTS)
+	$(RUN) -m deformops_models.cli bench --convergence --out $(RESULTS)
 	$(RUN) -m deformops_models.cli bench --out $(RESULTS)
 
 lint: $(VENV)/.installed-dev

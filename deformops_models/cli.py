@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -50,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("predict", help="run a checkpoint on images")
     command.add_argument("images", nargs="+", metavar="IMAGE", help="image files, or folders of images")
-    command.add_argument("--model", required=True, help="alias of a checkpoint, or a local model folder")
+    command.add_argument(
+        "--model", default="shapes-tiny", help="alias of a checkpoint, or a local model folder (default: %(default)s)"
+    )
     command.add_argument("--out", required=True, metavar="DIR", help="folder for the overlay pictures and JSON files")
     command.add_argument("--threshold", type=_probability, default=0.5, help="lowest score to keep (default: 0.5)")
     command.add_argument("--task", choices=("instance", "panoptic", "semantic"), help="Mask2Former: instead of its own")
@@ -69,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     command.set_defaults(run=_demo)
 
-    command = commands.add_parser("bench", help="time the operators and what else is installed, on a GPU")
+    command = commands.add_parser("bench", help="time the operators and whole detectors, on a GPU")
     what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--preset",
@@ -77,6 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=["all"],
         help="encoder, decoder, m2f1024, rtdetr640, narrow, five_levels, eight_points, unequal, host (default: all)",
+    )
+    what.add_argument(
+        "--model",
+        nargs="+",
+        metavar="NAME",
+        help="instead: training step and inference of whole detectors, patched and unpatched: mask2former_swin_b, "
+        "mask2former_swin_t, deformable_detr_r50 (these three are all), mask2former_swin_t_512, "
+        "deformable_detr_r50_b2, dino_r50",
+    )
+    what.add_argument(
+        "--convergence", action="store_true", help="instead: 200 steps of training, patched and twice unpatched"
     )
     what.add_argument("--linear", action="store_true", help="instead: how cost grows with queries, points, channels")
     what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
@@ -89,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=[],
         help="ours, ours_deterministic, bare_launch, transformers, transformers_compiled, deformops, "
-        "deformops_native, deformops_softmax, mmcv (default: what is installed)",
+        "deformops_native, deformops_softmax, mmcv (default: what is installed); with --model: upstream, "
+        "ours_attention, ours",
     )
     command.add_argument(
         "--out", metavar="DIR", default="deformops-bench", help="for results.csv and pictures (default: %(default)s)"
@@ -103,11 +118,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_training(commands: Any) -> None:
     command = commands.add_parser("shapes", help="write a synthetic COCO-format data set to try finetune and eval on")
     command.add_argument("--out", required=True, metavar="DIR", help="folder for images/ and annotations/")
-    command.add_argument(
-        "--images", type=int, default=500, metavar="N", help="for training; a fifth more for validation"
-    )
+    command.add_argument("--images", type=int, default=500, metavar="N", help="for training (default: %(default)s)")
+    command.add_argument("--val", type=int, metavar="N", help="for validation (default: a fifth of --images)")
     command.add_argument("--size", type=int, default=128, metavar="PIXELS", help="longest edge (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of everything random (default: %(default)s)")
+    command.add_argument("--workers", type=int, metavar="N", help="processes that draw (default: one for each core)")
     command.set_defaults(run=_shapes)
 
     command = commands.add_parser(
@@ -116,7 +131,9 @@ def _add_training(commands: Any) -> None:
         description="On several GPUs: accelerate launch -m deformops_models.cli finetune ..., or torchrun -m.",
     )
     command.add_argument(
-        "--model", required=True, help="alias of a checkpoint, model folder, folder with a config only, or shapes-tiny"
+        "--model",
+        required=True,
+        help="alias of a checkpoint, model folder, folder with a config only, or shapes-tiny from scratch",
     )
     _add_data(command)
     command.add_argument("--out", required=True, metavar="DIR", help="folder for last/, best/, log.jsonl and curve.png")
@@ -155,7 +172,7 @@ def _add_training(commands: Any) -> None:
     command.set_defaults(run=_finetune)
 
     command = commands.add_parser("eval", help="COCO average precision of a checkpoint on a COCO-format folder")
-    command.add_argument("--model", required=True, help="alias of a checkpoint, or a local model folder")
+    command.add_argument("--model", required=True, help="alias of a checkpoint, local model folder, or shapes-tiny")
     _add_data(command)
     command.add_argument("--split", choices=("val", "train"), default="val", help="default: %(default)s")
     command.add_argument("--compare", action="store_true", help="evaluate the unpatched model too")
@@ -255,7 +272,9 @@ def _eval(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
     try:
+        argv = sys.argv[1:] if argv is None else argv
         args = _parser().parse_args(argv)
+        args.command_line = shlex.join(["deformops-models", *argv])
         code = args.run(args)
         sys.stdout.flush()
         return code

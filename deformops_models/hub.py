@@ -79,6 +79,16 @@ _LOADERS = {
 }
 
 
+#: Models that the package itself holds, by name.
+SHIPPED = {"shapes-tiny": Path(__file__).resolve().parent / "shapes_tiny"}
+
+
+def local_name(name: str) -> str:
+    """Returns the folder of a model that the package holds; every other name as it is."""
+    folder = SHIPPED.get(name)
+    return str(folder) if folder is not None and (folder / "config.json").is_file() else name
+
+
 @functools.cache
 def checkpoints() -> tuple[Checkpoint, ...]:
     """Returns every row of checkpoints.toml, in its order."""
@@ -127,7 +137,8 @@ class _TransformersLoader:
         safetensors files are taken where there are any; pickled weights are read by upstream with weights_only.
 
         Args:
-            name_or_path: alias of checkpoints.toml, Hub repo id, or local folder as `save_pretrained` writes it.
+            name_or_path: alias of checkpoints.toml, Hub repo id, local folder as `save_pretrained` writes it, or
+                "shapes-tiny", which the package holds.
             backend: of the patched modules, as in `patch`.
             device: where the model goes; by default it stays where upstream puts it.
             dtype: of the weights, such as torch.bfloat16, "bfloat16" or "auto"; by default upstream's own choice.
@@ -162,7 +173,7 @@ class _TransformersLoader:
             name_or_path: as in `from_pretrained`.
             size: "eval" resizes to what the published metric was measured at (a short edge of 800 and a long edge of at
                 most 1333 where no metric is known); "hub" keeps the repo's or folder's own setting, which squashes to
-                384x384 in most Mask2Former repos.
+                384x384 in most Mask2Former repos. A model that the package holds has one size.
             upstream_kwargs: for upstream's `from_pretrained`.
 
         Raises:
@@ -172,7 +183,7 @@ class _TransformersLoader:
             raise ValueError(f'size is {size!r}: use "eval" or "hub"')
         upstream = _upstream(cls.processor_class)
         source, row = cls._locate(name_or_path)
-        if size == "eval":
+        if size == "eval" and source not in map(str, SHIPPED.values()):
             known = row.eval_size if row else None
             upstream_kwargs["size"] = dict(known or {"shortest_edge": 800, "longest_edge": 1333})
         names = ("preprocessor_config.json", "processor_config.json")
@@ -187,6 +198,7 @@ class _TransformersLoader:
         name = str(name_or_path)
         if not name:
             raise CheckpointError("the name of the checkpoint is empty")
+        name = local_name(name)
         if Path(name).expanduser().is_dir():
             return str(Path(name).expanduser()), None
         row = _find(name)

@@ -76,13 +76,14 @@ def run(args: argparse.Namespace) -> int:
 
     images = _find_images(args.images)
     device = pick_device(args.device)
-    loader, task = _choose_loader(args.model, args.task)
+    model = hub.local_name(args.model)
+    loader, task = _choose_loader(model, args.task)
     folder = output_folder(args.out)
     with quiet_transformers():
         try:
-            size = args.size or ("hub" if Path(args.model).expanduser().is_dir() else "eval")
+            size = args.size or ("hub" if Path(model).expanduser().is_dir() else "eval")
             options = Options(task, args.threshold, size, device, getattr(torch, args.dtype))
-            detect = loader(args.model, options)
+            detect = loader(model, options)
         except (hub.CheckpointError, PatchError) as error:
             raise UsageError(str(error)) from error
         documents, failures = [], 0
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 documents.append(document)
             else:
-                tqdm.write(f"{source}: {_summary(predictions)} -> {picture}")
+                tqdm.write(f"{source}: {summary(predictions)} -> {picture}")
     if args.json:
         print(json.dumps(documents, indent=2))
     return 2 if failures else 0
@@ -123,7 +124,7 @@ def _no_bar(images: Sequence[Path]) -> bool | None:
     return True if len(images) == 1 else None
 
 
-def _summary(predictions: Sequence[Prediction]) -> str:
+def summary(predictions: Sequence[Prediction]) -> str:
     names = [prediction.label for prediction in predictions]
     counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
     return counts or "nothing above the threshold"
@@ -210,7 +211,7 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
             raise UsageError(str(error)) from None
         name, published = row.loader, row.task.split()[0]
     if name == "Mask2Former":
-        return _load_mask2former, task or published
+        return load_mask2former, task or published
     if task:
         raise UsageError(f"--task is for Mask2Former, {model} detects objects")
     return {"DeformableDETR": _load_deformable_detr, "DINO": _load_mmdet}[name], "object"
@@ -232,7 +233,8 @@ def folder_loader(folder: Path) -> str:
     return loaders[kind]
 
 
-def _load_mask2former(name: str, options: Options) -> Detect:
+def load_mask2former(name: str, options: Options) -> Detect:
+    """The function that detects objects in an image with the named Mask2Former."""
     model, forward = _load_transformers(hub.Mask2Former, name, options)
     names = model.config.id2label
     post_process = _POST_PROCESS[options.task]

@@ -12,7 +12,7 @@ import torch
 from helpers import relative_error
 
 from deformops_models import reference
-from deformops_models.bench import measure, peers, plot, presets, record, run, summary
+from deformops_models.bench import measure, models, peers, plot, presets, record, run, steps, summary
 from deformops_models.bench.presets import DTYPES, LINEAR, PRESETS, Case, Preset, Problem
 from deformops_models.cli import main
 from deformops_models.console import UsageError
@@ -39,7 +39,8 @@ def tiny(monkeypatch):
 def arguments(**given) -> Namespace:
     """What the parser gives for a plain `bench`, and what is `given`."""
     empty = {"dtype": [], "distribution": [], "op": [], "provider": []}
-    return Namespace(**{"preset": ["all"], "linear": False, "plot_only": None, "commit": None} | empty | given)
+    what = {"preset": ["all"], "linear": False, "plot_only": None, "model": None, "convergence": False}
+    return Namespace(**what | {"commit": None} | empty | given)
 
 
 def problem_of(preset: Preset, op: str = "deformable_attention", dtype: str = "float32", distribution: str = "local"):
@@ -549,6 +550,7 @@ def test_help_names_everything(capsys):
         main(["bench", "--help"])
     words = capsys.readouterr().out.replace(",", " ").split()
     assert {*PRESETS, *peers.PROVIDERS, *DTYPES, *presets.DISTRIBUTIONS, *presets.OPS} <= set(words)
+    assert {*models.MODELS, *steps.PROVIDERS} <= set(words)
 
 
 @pytest.mark.parametrize(
@@ -561,6 +563,12 @@ def test_help_names_everything(capsys):
         (["--provider", "theirs"], "--provider: unknown 'theirs': use ours, ours_deterministic, bare_launch"),
         (["--linear", "--preset", "host"], "argument --preset: not allowed with argument --linear"),
         (["--provider", "bare_launch", "--preset", "encoder"], "nothing is left to time: bare_launch, only the preset"),
+        (
+            ["--model", "bert"],
+            "--model: unknown 'bert': use mask2former_swin_b, mask2former_swin_t, deformable_detr_r50",
+        ),
+        (["--model", "all", "--provider", "mmcv"], "--provider: unknown 'mmcv': use upstream, ours_attention, ours"),
+        (["--model", "all", "--linear"], "argument --linear: not allowed with argument --model"),
         (["--plot-only", "none.csv"], "none.csv: cannot be read: No such file or directory"),
     ],
 )

@@ -14,10 +14,12 @@ Image = pytest.importorskip("PIL.Image")
 for framework in ("transformers", "timm"):
     pytest.importorskip(framework)
 
-from deformops_models import demo  # noqa: E402
+from deformops_models import demo, hub  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Pictures of the model that the package holds.
+SHAPES = ["shapes.png"] * (hub.local_name("shapes-tiny") != "shapes-tiny")
 
 
 def test_demo_runs_all_detectors(tmp_path):
@@ -30,10 +32,10 @@ def test_demo_runs_all_detectors(tmp_path):
     assert result.stderr == ""
     assert "3 of 3 detectors that ran agree" in result.stdout
     assert [int(n) for n in re.findall(r"attentions swapped +(\d+)", result.stdout)] == [2, 4, 4]
-    pictures = sorted(p.name for p in (tmp_path / "deformops-demo").iterdir())
-    assert pictures == ["deformable_detr.png", "dino.png", "mask2former.png"]
+    pictures = ["deformable_detr.png", "dino.png", "mask2former.png"]
+    assert {p.name for p in (tmp_path / "deformops-demo").iterdir()} == {*pictures, *SHAPES}
     if not torch.cuda.is_available():
-        assert result.stdout.count("upstream's own forward") == 3
+        assert result.stdout.count("upstream's own forward") == 3 + len(SHAPES)
         assert result.stdout.count("outputs 0.0e+00, gradients 0.0e+00 of the largest value: agrees") == 3
     photo = Image.open(demo.PHOTO)
     assert all(
@@ -60,8 +62,42 @@ def one_detector(monkeypatch):
     """Only Deformable DETR, on a smaller picture."""
     detector = replace(demo.DETECTORS[1], build=tiny_deformable_detr)
     monkeypatch.setattr(demo, "DETECTORS", (detector,))
+    monkeypatch.setattr(demo, "_SHIPPED", "none")
     monkeypatch.setattr(demo, "_SIZE", (96, 64))
     return detector
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A Mask2Former in the place of the model that the package holds."""
+    from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
+
+    from deformops_models.train.shapes import SHAPES
+    from deformops_models.train.tasks import CONFIGS
+
+    torch.manual_seed(0)
+    names = dict(enumerate(SHAPES))
+    model = Mask2FormerForUniversalSegmentation(CONFIGS["shapes-tiny"](id2label=names))
+    model.class_predictor.bias.data[:] = torch.tensor([9.0, 0, 0, 0, 0, 0, 0])  # every query is a circle
+    folder = tmp_path / "shapes_tiny"
+    model.save_pretrained(folder)
+    Mask2FormerImageProcessor(size={"shortest_edge": 64, "longest_edge": 64}).save_pretrained(folder)
+    monkeypatch.setitem(hub.SHIPPED, "shapes-tiny", folder)
+    return folder
+
+
+def test_demo_detects_shapes_with_the_model_that_the_package_holds(
+    one_detector, shipped, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(demo, "_SHIPPED", "shapes-tiny")
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"detected +\d+ circle$", out, re.MULTILINE)
+    photo = Image.open(demo.SHAPES)
+    picture = Image.open(tmp_path / "out" / "shapes.png")
+    assert picture.size == (3 * photo.width, 3 * photo.height)
+    # The drawing covers a part of the picture.
+    assert picture.tobytes() != photo.convert("RGB").resize(picture.size).tobytes()
 
 
 def test_demo_says_so_when_a_detector_disagrees(one_detector, tmp_path, monkeypatch, capsys):

@@ -217,7 +217,7 @@ def test_mask2former_panoptic_and_semantic(run, photo, mask2former, tmp_path):
 
 
 def test_task_follows_the_checkpoint(mask2former, tmp_path):
-    loader = predict._load_mask2former
+    loader = predict.load_mask2former
     assert predict._choose_loader("mask2former-swin-tiny-coco-panoptic", None) == (loader, "panoptic")
     assert predict._choose_loader("facebook/mask2former-swin-large-ade-semantic", None) == (loader, "semantic")
     assert predict._choose_loader("mask2former-swin-tiny-coco-panoptic", "instance") == (loader, "instance")
@@ -435,7 +435,7 @@ def bad_inputs(tmp_path, photo, model):
         "this is a file, a folder is needed": [str(photo), "--model", str(model), "--out", str(taken)],
         "cannot write there": [str(photo), "--model", str(model), "--out", str(taken / "below")],
         "--task is for Mask2Former": [*good, "--task", "panoptic"],
-        "the following arguments are required: --model": [str(photo), *out],
+        "the following arguments are required: --out": [str(photo), "--model", str(model)],
     }  # fmt: skip
 
 

@@ -241,6 +241,11 @@ def test_options_that_change_how_and_not_what(mask2former, data, tmp_path, capsy
     for name, parameter in trained.named_parameters():
         frozen = name.startswith("model.pixel_level_module.encoder.")
         assert not frozen or torch.equal(parameter, before[name]), name
+    card = (plain / "best" / "README.md").read_text()
+    [scores] = [row for row in history.read(plain / "log.jsonl") if "AP" in row]
+    assert f"| mask AP50 on val | {scores['AP50']:.2f} % |" in card
+    assert f"| val images | 3 (deformops-models shapes, 3 images for val, --size {SIZE} --seed 4) |" in card
+    assert f"\ndeformops-models finetune --model {mask2former} --data {data} --out {plain} --epochs 2 " in card
     capsys.readouterr()
     model = ("--model", str(plain / "best"), "--data", str(data), "--device", "cpu", "--workers", "0")
     assert main(["eval", *model, "--limit", "2", "--compare", "--json"]) == 0

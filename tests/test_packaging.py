@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import deformops_models
+from deformops_models import hub
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ["transformers", "mmcv", "mmengine", "mmdet", "timm", "accelerate", "peft"]
@@ -94,7 +95,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     ours = ROOT / "deformops_models"
     expected = {"deformops_models/checkpoints.toml", "deformops_models/py.typed"}
     expected |= {f"deformops_models/{path.relative_to(ours)}" for path in ours.rglob("*.py")}
-    expected |= {f"deformops_models/assets/{path.name}" for path in (ours / "assets").iterdir() if path.is_file()}
+    for folder in ("assets", "shapes_tiny"):
+        expected |= {f"deformops_models/{folder}/{path.name}" for path in (ours / folder).glob("*") if path.is_file()}
     for folder in ("kernels", "patches"):
         expected |= {f"deformops_models/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
     expected |= {f"deformops_models/kernels/cuda/{path.name}" for path in (ROOT / "kernels/cuda").glob("*.cu*")}
@@ -136,7 +138,8 @@ def test_installed_bench_draws_pictures(installed, tmp_path):
 
 def test_installed_demo(installed, tmp_path):
     assert "3 of 3 detectors" in run(installed / "deformops-models", "demo", "--out", "pictures", cwd=tmp_path)
-    assert len(list((tmp_path / "pictures").iterdir())) == 3
+    shipped = hub.local_name("shapes-tiny") != "shapes-tiny"
+    assert len(list((tmp_path / "pictures").iterdir())) == 3 + shipped
 
 
 def test_command_line_runs_from_a_checkout_where_nothing_is_installed():

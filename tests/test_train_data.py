@@ -66,6 +66,22 @@ def test_shapes_depend_on_the_seed_only(data, tmp_path):
     assert read(data, picture) != read(data, "images/val/000001.jpg")
 
 
+def test_shapes_of_several_processes_are_the_same(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "_CHUNK", 4)
+    argv = ["shapes", "--out", str(tmp_path / "new"), "--size", str(SIZE), "--seed", "4"]
+    assert main([*argv, "--images", "12", "--val", "1", "--workers", "2"]) == 0
+    for name in ("annotations/train.json", "images/train/000011.jpg"):
+        assert (tmp_path / "new" / name).read_bytes() == (data / name).read_bytes()
+    validation = json.loads((tmp_path / "new" / "annotations" / "val.json").read_text())
+    assert len(validation["images"]) == 1
+    assert validation["info"] == {"description": "deformops-models shapes, 1 images for val, --size 64 --seed 4"}
+
+
+def test_sizes_are_not_stretched_by_the_image_processor():
+    sizes = {shapes.scene(np.random.default_rng(k), 128)[0].shape[:2] for k in range(20)}
+    assert sizes == {(96, 96), (96, 128), (128, 96), (128, 128)}
+
+
 def test_shapes_overlap_and_their_masks_do_not():
     overlaps, kinds, empty = 0, set(), 0
     for k in range(100):
@@ -90,6 +106,8 @@ def test_shapes_overlap_and_their_masks_do_not():
         (["--images", "0"], "--images 0: the least is 1"),
         (["--size", "8"], "--size 8: the least is 32"),
         (["--seed", "-1"], "--seed -1: the least is 0"),
+        (["--val", "0"], "--val 0: the least is 1"),
+        (["--workers", "0"], "--workers 0: the least is 1"),
     ],
 )
 def test_shapes_refuses(arguments, message, tmp_path, capsys):
@@ -286,7 +304,9 @@ def test_augmentation_moves_image_and_targets_alike(data):
         if len(masks["labels"]) != len(boxes["labels"]):
             continue  # what is left of a cropped object may have a box and no pixel
         for mask, box in zip(masks["masks"].bool(), boxes["boxes"], strict=True):
-            assert mask.sum() < 60 or masks["image"][:, mask].std(1).median() < 0.6
+            # Resizing mixes colours at the edge.
+            inner = -torch.nn.functional.max_pool2d(-mask[None].float(), 3, 1, 1)[0] > 0
+            assert inner.sum() < 30 or masks["image"][:, inner].std(1).median() < 0.5
             ys, xs = mask.nonzero().unbind(1)
             tight = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]).float()
             uncut = bool((tight > 0).all() and (tight < SIZE).all())

@@ -1,4 +1,4 @@
-"""Pictures of `deformable_attention` in bfloat16, from rows of a results file and nothing else."""
+"""Pictures of `deformable_attention` in bfloat16 and of whole detectors, from the rows of a results file alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from deformops_models.bench.presets import DISTRIBUTIONS, PRESETS, Case, Preset
 from deformops_models.bench.record import Row
+from deformops_models.bench.steps import PARTS, PROVIDERS
 from deformops_models.bench.summary import Medians, cases, medians
 from deformops_models.console import UsageError, require, whole_file
 
@@ -22,7 +23,13 @@ _COLORS = {
     "mmcv": "#4f6db3",
     "transformers": "#8a8f98",
     "transformers_compiled": "#4b4f57",
+    "upstream": "#8a8f98",
+    "ours_attention": "#7cc4a4",
 }
+_PART_COLORS = dict(
+    zip(PARTS, ("#4f6db3", "#1b7f5c", "#8fb5e0", "#b3261e", "#e3b868", "#8a8f98", "#4b4f57"), strict=True)
+)
+_SHORT = {"upstream": "upstream", "ours_attention": "attention\nonly", "ours": "ours"}
 _DIRECTIONS = {"forward_us": "forward", "backward_us": "backward"}
 _BYTES = 2  # of a bfloat16
 _PLAIN = {"frameon": False, "fontsize": 9}
@@ -36,33 +43,91 @@ Heights = dict[Case, float]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Writes speedup.png, memory.png and roofline.png into `folder`; later rows replace earlier ones.
+    """Writes speedup.png, memory.png and roofline.png, and models.png, into `folder`, whichever have rows.
+
+    Later rows replace earlier ones.
 
     Raises:
         UsageError: matplotlib is missing, or the rows hold nothing to draw.
     """
     require("bench", "matplotlib")
+    pictures = _operator_pictures(rows) | _model_pictures(rows)
+    if not pictures:
+        raise UsageError("no row times ours as deformable_attention in bfloat16, or a training step")
+    paths = []
+    for name, figure in pictures.items():
+        paths.append(folder / f"{name}.png")
+        with whole_file(paths[-1]) as temporary:
+            figure.savefig(temporary, dpi=120)
+    return paths
+
+
+def _operator_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     fused = [
         r for r in rows if r["op"] == "deformable_attention" and r["dtype"] == "bfloat16" and r["preset"] in PRESETS
     ]
     found = medians(fused)
     shown = sorted(cases(found, "backward_us"), key=_position)
     if not shown:
-        raise UsageError("no row times ours as deformable_attention in bfloat16")
+        return {}
     gpu = fused[-1]["gpu"]
-    title = f"deformable_attention, bfloat16, {gpu}, torch {fused[-1]['torch']}"
     pictures = {
         "speedup": _speedup(found, shown),
         "memory": _memory(found, shown),
         "roofline": _roofline(found, shown, "H200" in gpu),
     }
-    paths = []
-    for name, figure in pictures.items():
-        figure.suptitle(title, fontsize=11)
-        paths.append(folder / f"{name}.png")
-        with whole_file(paths[-1]) as temporary:
-            figure.savefig(temporary, dpi=120)
-    return paths
+    for figure in pictures.values():
+        figure.suptitle(f"deformable_attention, bfloat16, {gpu}, torch {fused[-1]['torch']}", fontsize=11)
+    return pictures
+
+
+def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
+    """The training step of each detector as bars of its parts, its inference and its memory."""
+    from matplotlib.figure import Figure
+
+    whole = [row for row in rows if row["op"] in ("train_step", "inference")]
+    found = medians(whole)
+    parts = [case for case, _, metric in found if metric == f"part_{PARTS[0]}_ms"]
+    shown = list(dict.fromkeys(parts))
+    if not shown:
+        return {}
+    figure = Figure(figsize=(max(11, 5 * len(shown)), 5), layout="constrained")
+    steps, inference, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for place, case in enumerate(shown):
+        providers = [name for name in PROVIDERS if (case, name, "step_ms") in found]
+        for i, provider in enumerate(providers):
+            width = 0.84 / len(providers)
+            x = place + (i - (len(providers) - 1) / 2) * width
+            height = 0.0
+            for part in PARTS:
+                time = found.get((case, provider, f"part_{part}_ms"), 0.0)
+                steps.bar(x, time, width * 0.9, bottom=height, color=_PART_COLORS[part])
+                height += time
+            total = found[case, provider, "step_ms"]
+            steps.annotate(
+                f"{_SHORT[provider]}\n{_number(total)}", (x, height), (0, 3), textcoords="offset points", ha="center",
+                fontsize=8,
+            )  # fmt: skip
+            others = ((inference, case._replace(op="inference"), "inference_ms", 1), (memory, case, "peak_mib", 1024))
+            for axis, key, metric, unit in others:
+                value = found.get((key, provider, metric), 0.0) / unit
+                bars = axis.bar(x, value, width * 0.9, color=_COLORS[provider])
+                axis.bar_label(bars, [_number(value)], fontsize=8, padding=2)
+    titles = ("training step, ms", "inference, ms", "peak memory in training, GiB")
+    for axis, title in zip((steps, inference, memory), titles, strict=True):
+        names = [case.preset.replace("_", "\n", 1) for case in shown]
+        axis.set_xticks(range(len(shown)), names, fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    for part in reversed(PARTS):
+        steps.bar(0, 0, color=_PART_COLORS[part], label=part)
+    for provider in PROVIDERS:
+        inference.bar(0, 0, color=_COLORS[provider], label=provider)
+    figure.legend(*steps.get_legend_handles_labels(), loc="outside left center", **_PLAIN)
+    figure.legend(*inference.get_legend_handles_labels(), loc="outside lower right", ncols=3, **_PLAIN)
+    figure.suptitle(f"bf16 autocast, {whole[-1]['gpu']}, torch {whole[-1]['torch']}", fontsize=11)
+    return {"models": figure}
 
 
 def _position(case: Case) -> tuple[int, int]:

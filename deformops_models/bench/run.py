@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deformops_models import console
 from deformops_models.backend import resolve
-from deformops_models.bench import measure, plot, record
+from deformops_models.bench import convergence, measure, models, plot, record, steps
 from deformops_models.bench.peers import PROVIDERS, by_default, refusal
 from deformops_models.bench.presets import DISTRIBUTIONS, LINEAR, OPS, PRESETS, Case, Problem
 from deformops_models.bench.summary import summary
@@ -39,6 +39,11 @@ def run(args: argparse.Namespace) -> int:
         for picture in plot.draw(record.read(Path(args.plot_only)), console.output_folder(args.out)):
             print(picture)
         return 0
+    if args.model:
+        return _run_models(args)
+    if args.convergence:
+        _check_gpu()
+        return convergence.run(console.output_folder(args.out))
     rows, left_out = select(args)
     _check_gpu()
     for line in left_out:
@@ -47,10 +52,16 @@ def run(args: argparse.Namespace) -> int:
     compile_ahead(rows)
     with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
         failures = time_all(rows, recorder)
-    report(recorder)
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    return 1 if failures else 0
+    return report(recorder, failures)
+
+
+def _run_models(args: argparse.Namespace) -> int:
+    names = _named("--model", args.model, models.MODELS | {"all": None})
+    names = list(models.PUBLISHED if "all" in names else ()) + [name for name in names if name != "all"]
+    providers = _named("--provider", args.provider, steps.PROVIDERS) or steps.PROVIDERS
+    _check_gpu()
+    recorder = record.Recorder(console.output_folder(args.out) / "results.csv", record.machine(args.commit))
+    return report(recorder, steps.run(list(dict.fromkeys(names)), list(providers), recorder))
 
 
 def select(args: argparse.Namespace) -> tuple[list[tuple[Case, str]], list[str]]:
@@ -181,11 +192,14 @@ def _time(
     return True, f"{times}, error {max(errors.values()):.1e}"
 
 
-def report(recorder: record.Recorder) -> None:
-    """Prints the summary of this run and draws the pictures of its file."""
+def report(recorder: record.Recorder, failures: Sequence[str]) -> int:
+    """Prints the summary of this run and what failed, draws the pictures of its file; returns the exit code."""
     print(f"\n{summary(recorder.rows)}\n\n{recorder.path}")
     try:
         for picture in plot.draw(record.read(recorder.path), recorder.path.parent):
             print(picture)
     except UsageError as error:
         print(f"no pictures: {error}")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0

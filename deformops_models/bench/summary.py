@@ -25,9 +25,10 @@ def cases(found: Medians, metric: str) -> list[Case]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """Tables of device times, of host times and of how they grow; those that have rows."""
+    """Tables of device times, of host times, of how they grow, and of whole detectors; those that have rows."""
     found = medians(rows)
-    return "\n\n".join(table(cells) for cells in (_device(found), _host(found), _growth(found)) if len(cells) > 1)
+    tables = (_device(found), _host(found), _growth(found), _models(found))
+    return "\n\n".join(table(cells) for cells in tables if len(cells) > 1)
 
 
 def _device(found: Medians) -> list[tuple[str, ...]]:
@@ -71,6 +72,22 @@ def _growth(found: Medians) -> list[tuple[str, ...]]:
                 if len(times) > 2:
                     exponent, deviation = linearity(times)
                     cells.append((title, provider, metric, f"work^{exponent:.2f}", f"{100 * deviation:.1f} %"))
+    return cells
+
+
+def _models(found: Medians) -> list[tuple[str, ...]]:
+    """Each provider's training step, inference and peak memory, and how many times upstream's they are."""
+    cells = [("MODEL", "PROVIDER", "STEP, ms", "", "INFERENCE, ms", "", "PEAK, MiB", "")]
+    for case, provider, metric in found:
+        if metric != "step_ms":
+            continue
+        infer = case._replace(op="inference")
+        row = []
+        for key in ((case, "step_ms"), (infer, "inference_ms"), (case, "peak_mib")):
+            ours, theirs = (found.get((key[0], who, key[1])) for who in (provider, "upstream"))
+            row.append("-" if ours is None else f"{ours:,.4g}")
+            row.append(f"{ours / theirs:.2f} ×" if ours and theirs else "")
+        cells.append((case.preset, provider, *row))
     return cells
 
 

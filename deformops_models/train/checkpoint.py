@@ -16,6 +16,7 @@ from deformops_models.console import UsageError
 
 #: In a checkpoint folder, beside upstream's own files.
 STATE = "training_state.pt"
+CARD = "README.md"
 
 
 @contextmanager
@@ -55,8 +56,10 @@ def _beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-def save(folder: Path, model: nn.Module, processor: Any, state: dict[str, Any] | None = None) -> None:
-    """Writes upstream's own files of the model and its image processor, and `state` to go on from.
+def save(
+    folder: Path, model: nn.Module, processor: Any, state: dict[str, Any] | None = None, card: str | None = None
+) -> None:
+    """Writes upstream's own files of the model and its image processor, `state` to go on from, and a model card.
 
     Raises:
         UsageError: the disk is full or cannot be written.
@@ -67,6 +70,8 @@ def save(folder: Path, model: nn.Module, processor: Any, state: dict[str, Any] |
             processor.save_pretrained(temporary)
             if state is not None:
                 torch.save(state, temporary / STATE)
+            if card is not None:
+                (temporary / CARD).write_text(card, encoding="utf-8")
     # torch and safetensors report a full disk as errors of their own.
     except Exception as error:
         raise UsageError(

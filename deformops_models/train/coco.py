@@ -46,7 +46,7 @@ class Problem:
 class Split:
     """One split of a data set, checked. Labels number the categories from 0 in the order of their ids.
 
-    `annotations` holds the objects of each image id, crowds included.
+    `annotations` holds the objects of each image id, crowds included; `description` is the data set's own.
     """
 
     file: Path
@@ -55,6 +55,7 @@ class Split:
     annotations: Mapping[Any, list[dict[str, Any]]]
     categories: list[dict[str, Any]]
     problems: list[Problem] = field(default_factory=list)
+    description: str = ""
 
     @property
     def id2label(self) -> dict[int, str]:
@@ -125,7 +126,9 @@ def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False)
         )
     if not images:
         raise UsageError(f"{file}: it names no image that can be used")
-    return Split(file, folder, images, dict(kept), categories, problems)
+    info = document.get("info")
+    description = " ".join(str(info.get("description", "")).split()) if isinstance(info, dict) else ""
+    return Split(file, folder, images, dict(kept), categories, problems, description)
 
 
 def _check_rows(name: str, rows: Any, *ids: str) -> None:

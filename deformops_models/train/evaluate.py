@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deformops_models.backend import call_counts
 from deformops_models.console import UsageError, pick_device, require, table
+from deformops_models.hub import local_name
 from deformops_models.patching import unpatch
 from deformops_models.predict import quiet_transformers, read_image
 from deformops_models.train.coco import Split, count_problems, decode, read_split
@@ -34,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} {value}: the least is {least}")
     device = pick_device(args.device)
-    task = find_task(args.model)
-    if not has_weights(args.model):
+    name_or_folder = local_name(args.model)
+    task = find_task(name_or_folder)
+    if not has_weights(name_or_folder):
         raise UsageError(f"--model {args.model}: it has no weights to evaluate")
     split = read_split(args.data, args.split, masks=task.masks, skip_broken=args.skip_broken)
     if split.problems:
@@ -43,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     indices = range(len(split.images))[: args.limit]
     rows: dict[str, dict[str, float | None]] = {}
     with quiet_transformers():
-        model = load_model(task, args.model, None).to(device).eval()
-        processor = load_processor(task, args.model, args.image_size)
+        model = load_model(task, name_or_folder, None).to(device).eval()
+        processor = load_processor(task, name_or_folder, args.image_size)
         labels = _category_ids(args.model, model.config.id2label, split)
         for name in ("patched", "unpatched") if args.compare else ("patched",):
             if name == "unpatched":

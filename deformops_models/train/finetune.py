@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from deformops_models.console import UsageError, output_folder, require
 from deformops_models.predict import quiet_transformers
 from deformops_models.train import checkpoint
+from deformops_models.train.card import model_card
 from deformops_models.train.coco import Batches, Split, TrainingImages, count_problems, mix, read_split
 from deformops_models.train.evaluate import average_precision, detect
 from deformops_models.train.history import History
@@ -200,9 +202,8 @@ class _Training:
             model.model.compile()
         self.task.share_count(model)
         in_float32(model, self.task)
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
-        )
+        groups = parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
+        optimizer = torch.optim.AdamW(groups, fused=self.accelerator.device.type == "cuda")
         self.core = model
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         warmup = min(500, self.steps // 20) if args.warmup is None else args.warmup
@@ -303,6 +304,8 @@ class _Training:
                 raise UsageError(batch["error"])
             paths += batch["paths"]
             inputs = send_to_device(batch["inputs"], accelerator.device, non_blocking=True)
+            # Masks travel in a byte per pixel.
+            inputs = tree_map_only(Tensor, lambda t: t.float() if t.dtype == torch.uint8 else t, inputs)
             with accelerator.accumulate(self.model), self._named(paths):
                 loss = self.model(**inputs).loss
                 _check_finite("loss", loss)
@@ -359,7 +362,9 @@ class _Training:
             self.history.draw(self.out / "curve.png")
             if scores["AP"] is not None and scores["AP"] > self.best_score:
                 self.best_score = scores["AP"]
-                checkpoint.save(self.best, model, self.processor)
+                splits = {"train": self.train, "val": self.val}
+                card = model_card(model, self.args.command_line, splits, self.task.metric, scores)
+                checkpoint.save(self.best, model, self.processor, card=card)
             shown = ", ".join(f"{name} {scores[name]:.2f}" for name in ("AP", "AP50") if scores[name] is not None)
             self._say(f"epoch {epoch}: {self.task.metric} {shown or 'AP unknown: val has no objects'}")
         [self.best_score] = broadcast_object_list([self.best_score])
