@@ -532,7 +532,8 @@ def test_bars_are_the_rows_numbers():
     rows = [row for row in record.read(RESULTS) if row["op"] == "deformable_attention" and row["dtype"] == "bfloat16"]
     found = summary.medians(rows)
     shown = summary.cases(found, "backward_us")
-    assert [case.preset for case in shown] == ["encoder", "m2f1024", "decoder", "rtdetr640"]
+    timed = {row["preset"] for row in rows if row["metric"] == "backward_us" and row["provider"] == "ours"}
+    assert {case.preset for case in shown} == timed >= {"encoder", "m2f1024", "decoder", "rtdetr640"}
     case = shown[0]
     times = plot._series(found, shown, "forward_us")
     assert times["ours"][case] == found[case, "ours", "forward_us"]
