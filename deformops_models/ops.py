@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from deformops_models import layout
 from deformops_models import reference as plain
@@ -209,6 +210,27 @@ def _differentiate(ctx, grad):
     grad_value = grad_value if need_value else None
     grad_reference = grad_reference if need_reference else None
     return grad_value, None, None, grad_reference, grad_points, grad_weights, None, None, None, None, None
+
+
+def _inline(mode, operator, types, arguments, keywords):
+    """Hands AOTInductor the Triton kernel in place of the operator: what it packages runs without Python."""
+    from torch._inductor.virtualized import V
+
+    value, shapes, starts, reference, points, weights, *options, _, backend = arguments
+    if not (V.aot_compilation and value.is_cuda):
+        return mode.__torch_dispatch__(operator, types, arguments, keywords)
+    if backend == Backend.CUDA:
+        raise RuntimeError("backend='cuda' cannot be packaged by AOTInductor: leave it out, or pass backend='triton'")
+    from deformops_models.kernels.msda_forward import traced_msda_forward
+
+    with mode:
+        output = value.new_empty((value.shape[0], points.shape[1], value.shape[2] * value.shape[3]))
+        operands = [_contiguous(t) for t in (value, shapes, starts, reference, points, weights)]
+        traced_msda_forward(output, *operands, *options)
+    return output
+
+
+torch.library.register_torch_dispatch("deformops_models::msda_forward", FunctionalTensorMode, _inline, lib=_LIBRARY)
 
 
 def _refuse(ctx, *grads):
