@@ -46,7 +46,9 @@ CASES = [
     {},
     {"contiguous": False, "starts": True},
     {"coordinates": 4, "dtype": torch.float16},
+    {"coordinates": 2, "dtype": torch.float16, "contiguous": False},
     {"coordinates": 0, "softmax": False, "dtype": torch.bfloat16},
+    {"coordinates": 4, "dtype": torch.bfloat16, "contiguous": False, "starts": True},
 ]
 
 
