@@ -49,3 +49,14 @@ def wide_tiles():
         _launch._plan.cache_clear()
         yield
     _launch._plan.cache_clear()
+
+
+@pytest.fixture
+def cell(record_property):
+    """Tells docs/compile_table.py which cell of its table a test decides."""
+
+    def record(model: str, recipe: str, device: str) -> None:
+        for name, value in (("model", model), ("recipe", recipe), ("device", device)):
+            record_property(name, value)
+
+    return record

@@ -42,17 +42,6 @@ def detector(request) -> Detector:
     return detector
 
 
-@pytest.fixture
-def row(record_property, detector, device):
-    """Tells docs/compile_table.py which cell of its table this test decides."""
-
-    def record(recipe: str) -> None:
-        for name, value in (("model", detector.name), ("recipe", recipe), ("device", device)):
-            record_property(name, value)
-
-    return record
-
-
 class Graphs(list):
     """A backend that keeps the graphs and runs them as they are."""
 
@@ -84,8 +73,8 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], bound: float) -> N
         assert relative_error(a[finite], b[finite]) < bound
 
 
-def test_compile_breaks_no_graph_that_upstream_keeps(detector, device, row):
-    row("torch.compile")
+def test_compile_breaks_no_graph_that_upstream_keeps(detector, device, cell):
+    cell(detector.name, "torch.compile, graphs", device)
     model = detector.build().to(device)
     before, after = Graphs(), Graphs()
     run(detector, torch.compile(model, backend=before))
@@ -146,10 +135,9 @@ def test_compile_of_many_level_sizes_makes_few_graphs(device, backward):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("name", [MASK2FORMER, DEFORMABLE_DETR])
-def test_compile_by_inductor_equals_eager(name, mode, record_property):
+def test_compile_by_inductor_equals_eager(name, mode, cell):
     pytest.importorskip("transformers")
-    for key, value in (("model", name), ("recipe", f"inductor, {mode or 'default'}"), ("device", "cuda")):
-        record_property(key, value)
+    cell(name, f"inductor, {mode or 'default'}", "cuda")
     detector = DETECTORS[name]
     model = patched(detector, "cuda")
     compiled = torch.compile(model, mode=mode, fullgraph=True)
@@ -192,11 +180,10 @@ def test_compile_in_half_precision_is_as_accurate_as_upstream(family, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [MASK2FORMER, DEFORMABLE_DETR])
-def test_manual_cuda_graph_of_a_patched_model(name, record_property):
+def test_manual_cuda_graph_of_a_patched_model(name, cell):
     """After one warm-up, where upstream's own model can be captured; in its own process, as failures leave traces."""
     pytest.importorskip("transformers")
-    for key, value in (("model", name), ("recipe", "manual CUDA graph"), ("device", "cuda")):
-        record_property(key, value)
+    cell(name, "manual CUDA graph", "cuda")
     script = f"""
         import torch
         import deformops_models as dm

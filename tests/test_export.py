@@ -94,10 +94,9 @@ def batch_of(size: int, model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_export_with_any_batch(name, device, record_property):
+def test_export_with_any_batch(name, device, cell):
     pytest.importorskip("transformers")
-    for key, value in (("model", name), ("recipe", "torch.export, any batch"), ("device", device)):
-        record_property(key, value)
+    cell(name, "torch.export, any batch", device)
     detector = DETECTORS[name]
     model = Tensors(patched(detector, device))
     batch = {0: Dim("batch", min=1, max=6)}
@@ -257,10 +256,9 @@ def test_aoti_package_of_the_operator(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [MASK2FORMER, DEFORMABLE_DETR])
-def test_aoti_package_of_a_model(name, tmp_path, record_property):
+def test_aoti_package_of_a_model(name, tmp_path, cell):
     pytest.importorskip("transformers")
-    for key, value in (("model", name), ("recipe", "AOTInductor"), ("device", "cuda")):
-        record_property(key, value)
+    cell(name, "AOTInductor", "cuda")
     model = Tensors(patched(DETECTORS[name], "cuda"))
     batch = {0: Dim("batch", min=1, max=6)}
     program = export(model, pixels_and_mask(model), pixel_values=batch, pixel_mask=batch)
@@ -275,16 +273,14 @@ def test_aoti_package_of_a_model(name, tmp_path, record_property):
 
 
 @pytest.mark.parametrize("way", ["unpatch", "eager"])
-def test_export_to_onnx(way, record_property):
+def test_export_to_onnx(way, cell):
     from test_patching import arguments
 
     if importlib.util.find_spec("onnxscript") is None:
         pytest.skip("the package onnxscript, with which torch exports to ONNX, is not installed")
     from onnx.reference import ReferenceEvaluator
 
-    record_property("model", MASK2FORMER)
-    record_property("recipe", "ONNX (its attention)")
-    record_property("device", "cpu")
+    cell(MASK2FORMER, "ONNX, attention alone", "cpu")
     module = dm.patch(transformers_attention("mask2former"), backend="triton")
     inputs = arguments(module)
     expected = module(**inputs)[0]
