@@ -80,11 +80,14 @@ def test_compile_breaks_no_graph_that_upstream_keeps(detector, device, cell):
     run(detector, torch.compile(model, backend=before))
     torch.compiler.reset()
     model = patched(detector, device)
+    launched = dm.call_counts["msda_forward"]
     actual = run(detector, torch.compile(model, backend=after))
-    assert after.calls() == detector.attentions
+    assert dm.call_counts["msda_forward"] == launched + detector.attentions
+    # Every operator is inside a graph; where there are several, layers may share one.
+    assert 0 < after.calls() <= detector.attentions
     assert len(after) <= len(before)
     if detector.framework == "transformers":
-        assert len(after) == 1
+        assert len(after) == 1 and after.calls() == detector.attentions
     assert_same(actual, run(detector, model), 1e-5)
 
 
