@@ -91,26 +91,21 @@ def test_compile_breaks_no_graph_that_upstream_keeps(detector, device, cell):
     assert_same(actual, run(detector, model), 1e-5)
 
 
-@pytest.mark.parametrize("name", [DEFORMABLE_DETR])
-def test_compile_of_many_image_sizes_makes_few_graphs(name, device):
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_compile_of_many_image_sizes_makes_few_graphs():
+    """On a GPU alone: torch takes minutes to trace a whole model with symbolic sizes."""
     pytest.importorskip("transformers")
-    detector = DETECTORS[name]
-    model = patched(detector, device)
+    model = patched(DETECTORS["hf-deformable-detr-single-scale"], "cuda")
     pixels, mask = pixels_and_mask(model)
-    heights = range(40, 73, 8) if device == "cpu" else [40 + 8 * (i % 5) for i in range(20)]
-    sizes = [(height, 104 - 8 * (i // 5)) for i, height in enumerate(heights)]
-    counts = []
-    for module in (dm.unpatch(copy.deepcopy(model)), model):
-        torch.compiler.reset()
-        graphs = Graphs()
-        compiled = torch.compile(module, backend=graphs, dynamic=True, fullgraph=True)
-        with torch.no_grad():
-            for height, width in sizes:
-                inputs = pixels[..., :height, :width], mask[..., :height, :width]
-                output = compiled(*inputs).pred_boxes
-        assert relative_error(output, module(*inputs).pred_boxes) < 1e-4
-        counts.append(len(graphs))
-    assert counts[1] <= counts[0] and counts[1] <= 3
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for i in range(20):
+            height, width = 40 + 8 * (i % 5), 104 - 8 * (i // 5)
+            inputs = pixels[..., :height, :width], mask[..., :height, :width]
+            assert relative_error(compiled(*inputs).pred_boxes, model(*inputs).pred_boxes) < 1e-4
+    assert len(graphs) <= 3
 
 
 @pytest.mark.parametrize("backward", [False, True])
