@@ -106,6 +106,12 @@ def known_sizes(shapes: Tensor, starts: Tensor | None, rows: int) -> tuple[tuple
     return sizes if known and _follow_one_another(sizes, first_rows, rows) else None
 
 
+def pairs(sizes: list[int], rows: int) -> tuple[tuple[int, int], ...] | None:
+    """The same of numbers H, W, H, W, …"""
+    sizes = tuple(zip(sizes[::2], sizes[1::2], strict=True))
+    return sizes if _follow_one_another(sizes, (), rows) else None
+
+
 @lru_cache(maxsize=4096)
 def _follow_one_another(sizes: tuple[tuple[int, int], ...], first_rows: tuple[int, ...], rows: int) -> bool:
     """`first_rows` is empty where they are not given."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Problem, assert_within_budget, relative_error
+from helpers import Problem, assert_within_budget, deterministic, relative_error
 from models import DETECTORS, Detector, pixels_and_mask, transformers_attention
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._pytree import tree_leaves
 
 import deformops_models as dm
@@ -128,6 +129,34 @@ def test_compile_of_many_level_sizes_makes_few_graphs(device, backward):
             grad = torch.autograd.grad(output, value, problem.grad.to(output))[0]
             assert relative_error(grad, exact["grad_value"]) < 1e-5
     assert len(graphs) <= 2 and graphs.calls() == len(graphs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_tells_the_backward_the_level_sizes(device, dynamic):
+    """So that the value's gradient is sorted where it is in eager mode, and repeats bit by bit."""
+    nodes = []
+
+    def keep(graph, _):
+        nodes.extend(node for node in graph.graph.nodes if node.target is ops.msda_backward)
+        return graph
+
+    @torch.compile(backend=aot_autograd(fw_compiler=keep), dynamic=dynamic, fullgraph=True)
+    def attend(value, sizes, reference, points, weights):
+        return dm.deformable_attention(
+            value, sizes, None, reference, points, weights, num_points=[4, 4],
+            backend=None if value.is_cuda else "triton",
+        )  # fmt: skip
+
+    for last in ((3, 4), (2, 6), (7, 3)):
+        problem = Problem.random(heads=2, channels=32, sizes=((5, 9), last))
+        value, *rest = (t.float().to(device).requires_grad_() for t in problem.operands().values())
+        # On a GPU without the sizes, the alert of the kernels that add by atomics.
+        with deterministic(warn_only=device == "cpu"):
+            output = attend(value, problem.sizes, *rest)
+            grad = torch.autograd.grad(output, value, problem.grad.to(output))[0]
+        assert relative_error(grad, problem.run("eager")["grad_value"]) < 1e-5
+        assert len(nodes[-1].args[12]) == 4
+    assert len(nodes) == (3 if not dynamic else 1)
 
 
 @pytest.mark.gpu
