@@ -24,11 +24,10 @@ class Network(torch.nn.Module):
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
-        statistics = torch.tensor([[123.675, 116.28, 103.53], [58.395, 57.12, 57.375]])
-        self.register_buffer("statistics", statistics.view(2, 3, 1, 1))
+        self.register_buffer("statistics", torch.tensor([[123.675, 116.28, 103.53], [58.395, 57.12, 57.375]]))
 
     def forward(self, images):  # (B, size, size, 3), uint8
-        mean, std = self.statistics
+        mean, std = self.statistics[..., None, None]
         outputs = self.model(((images.movedim(-1, 1) - mean) / std).to(self.model.dtype))
         scores, labels = outputs.class_queries_logits.float().softmax(-1)[..., :-1].max(-1)
         return scores, labels, (outputs.masks_queries_logits > 0).float().mean((-1, -2))
@@ -37,9 +36,8 @@ class Network(torch.nn.Module):
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         image = Image.open(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"])))).convert("RGB")
-        rows = bytearray(image.resize((args.size, args.size)).tobytes())
-        images = torch.frombuffer(rows, dtype=torch.uint8).view(1, args.size, args.size, 3)
-        results = [t[0].tolist() for t in model(images.cuda())]  # scores, labels, areas
+        rows = torch.frombuffer(bytearray(image.resize((args.size, args.size)).tobytes()), dtype=torch.uint8)
+        results = [t[0].tolist() for t in model(rows.view(1, args.size, args.size, 3).cuda())]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps([found for found in zip(*results, strict=True) if found[0] > 0.5]).encode())
@@ -52,7 +50,7 @@ if __name__ == "__main__":
 
         network = Network(dm.Mask2Former.from_pretrained(args.model, device="cuda", dtype="bfloat16")).cuda()
         images = torch.zeros(2, args.size, args.size, 3, dtype=torch.uint8, device="cuda")
-        shapes = ({0: torch.export.Dim("batch", min=1, max=16)},)
+        shapes = [{0: torch.export.Dim("batch", min=1, max=16)}]
         with torch.no_grad():
             program = torch.export.export(network, (images,), dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(program, package_path=args.out)

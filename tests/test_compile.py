@@ -174,8 +174,8 @@ def test_compile_by_inductor_equals_eager(name, mode, cell):
         for _ in range(4):
             pixels = torch.randn_like(pixels)
             torch.compiler.cudagraph_mark_step_begin()
-            actual = compiled(pixels, mask)[0].clone()
-        expected = model(pixels, mask)[0]
+            actual = compiled(pixel_values=pixels, pixel_mask=mask)[0].clone()
+        expected = model(pixel_values=pixels, pixel_mask=mask)[0]
     assert relative_error(actual, expected) < 1e-3
 
 
@@ -221,15 +221,15 @@ def test_manual_cuda_graph_of_a_patched_model(name, cell):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.no_grad(), torch.cuda.stream(side):
-                model(pixels, mask)
+                model(pixel_values=pixels, pixel_mask=mask)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.no_grad(), torch.cuda.graph(graph):
-                output = model(pixels, mask)[0]
+                output = model(pixel_values=pixels, pixel_mask=mask)[0]
             pixels.copy_(torch.randn_like(pixels))
             graph.replay()
             with torch.no_grad():
-                expected = model(pixels, mask)[0]
+                expected = model(pixel_values=pixels, pixel_mask=mask)[0]
             return (output - expected).norm().item() / expected.norm().item()
 
         model = DETECTORS["{name}"].build().cuda()
