@@ -144,10 +144,14 @@ def _run(
         return reference.msda(
             value, sizes, first_rows, boxes, points, weights, counts, softmax=softmax, offset_scale=offset_scale
         )
+    # In a graph the backward pass cannot ask what the tensors hold.
+    sizes = None
+    if torch.compiler.is_compiling() and starts is None and not isinstance(shapes, Tensor):
+        sizes = [side for pair in shapes for side in pair]
     shapes, starts = device_layout(shapes, starts, value.shape[1], value.device)
     return ops.msda(
         value, shapes, starts, boxes, points, weights, counts, softmax, offset_scale, fp32_grad_accum is not False,
-        None if backend is None else chosen.value,
+        None if backend is None else chosen.value, sizes,
     )  # fmt: skip
 
 

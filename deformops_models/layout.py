@@ -106,6 +106,12 @@ def known_sizes(shapes: Tensor, starts: Tensor | None, rows: int) -> tuple[tuple
     return sizes if known and _follow_one_another(sizes, first_rows, rows) else None
 
 
+def pairs(sizes: list[int], rows: int) -> tuple[tuple[int, int], ...] | None:
+    """The same of numbers H, W, H, W, …"""
+    sizes = tuple(zip(sizes[::2], sizes[1::2], strict=True))
+    return sizes if _follow_one_another(sizes, (), rows) else None
+
+
 @lru_cache(maxsize=4096)
 def _follow_one_another(sizes: tuple[tuple[int, int], ...], first_rows: tuple[int, ...], rows: int) -> bool:
     """`first_rows` is empty where they are not given."""
@@ -156,7 +162,7 @@ def _to_device(shapes: Sizes, starts: Starts, rows: int, device: torch.device) -
 def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
     """A small int64 tensor on `device`, made once."""
     if torch.compiler.is_compiling():
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+        return _traced_tensor(numbers, device)
     tensor = _tensors.get((numbers, device))
     if tensor is None:
         # A tensor made in inference mode could not be saved for a later backward.
@@ -166,6 +172,13 @@ def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
             _tensors[numbers, device] = tensor
             _numbers[tensor.data_ptr()] = numbers
     return tensor
+
+
+def _traced_tensor(numbers: tuple, device: torch.device) -> Tensor:
+    """The same in a graph, where numbers may be symbols: made on the device, as a constant is copied at each run."""
+    rows = [row if isinstance(row, tuple | list) else (row,) for row in numbers]
+    flat = [torch.full((), number, dtype=torch.int64, device=device) for row in rows for number in row]
+    return torch.stack(flat).view(-1, 2) if len(rows[0]) == 2 else torch.stack(flat)
 
 
 def _check_ints(name: str, tensor: Tensor) -> None:

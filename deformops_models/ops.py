@@ -1,32 +1,34 @@
 """The operators as torch.library sees them: schemas, fakes, autograd. A kernel is imported when one is called.
 
 Two operators serve every public function: `msda_forward` and `msda_backward`. Without `reference` the points are
-locations, with it they are offsets; with `softmax` the weights are logits.
+locations, with it they are offsets; with `softmax` the weights are logits. `sizes` are the numbers in `shapes` where
+the caller knows them and nobody could look them up later.
 """
 
 import warnings
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from deformops_models import layout
 from deformops_models import reference as plain
 from deformops_models.backend import Backend, call_counts, cuda_problem, interpreting
 
 _OPERANDS = "Tensor value, Tensor shapes, Tensor? starts, Tensor? reference, Tensor points, Tensor weights"
-_OPTIONS = "int[] num_points, bool softmax, float offset_scale"
+_OPTIONS = "int[] num_points, bool softmax, float offset_scale, bool fp32_grad_accum, str? backend, SymInt[]? sizes"
 _LIBRARY = torch.library.Library("deformops_models", "DEF")
-_LIBRARY.define(f"msda_forward({_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum, str? backend) -> Tensor")
+_LIBRARY.define(f"msda_forward({_OPERANDS}, {_OPTIONS}) -> Tensor")
 _LIBRARY.define(
-    f"msda_backward(Tensor grad, {_OPERANDS}, {_OPTIONS}, bool fp32_grad_accum, str? backend, "
-    "bool need_value, bool need_reference) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"msda_backward(Tensor grad, {_OPERANDS}, {_OPTIONS}, bool need_value, bool need_reference) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 msda_forward = torch.ops.deformops_models.msda_forward.default
 msda_backward = torch.ops.deformops_models.msda_backward.default
 
 
-def _forward(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale, _, backend):
+def _forward(value, shapes, starts, reference, points, weights, num_points, softmax, offset_scale, _, backend, __):
     if _use_cuda(value, points, num_points, backend):
         from deformops_models.kernels.msda_cuda import msda_forward as kernel
 
@@ -66,12 +68,12 @@ def _use_cuda(value: Tensor, points: Tensor, num_points: list[int], backend: str
 
 def _backward(
     grad, value, shapes, starts, reference, points, weights,
-    num_points, softmax, offset_scale, fp32_grad_accum, backend, need_value, need_reference,
+    num_points, softmax, offset_scale, fp32_grad_accum, backend, sizes, need_value, need_reference,
 ):  # fmt: skip
     options = (num_points, softmax, offset_scale)
     tensors = (grad, value, shapes, starts, reference, points, weights)
     cuda = _use_cuda(value, points, num_points, backend)
-    tiling = _tiling(value, shapes, starts, points, num_points) if cuda and need_value else None
+    tiling = _tiling(value, shapes, starts, sizes, points, num_points) if cuda and need_value else None
     cuda = cuda and (tiling is not None or not need_value)
     operands = [(_aligned if cuda else _contiguous)(t) for t in tensors]
     grad_value = grad_reference = None
@@ -112,13 +114,15 @@ def _backward(
     )
 
 
-def _tiling(value: Tensor, shapes: Tensor, starts: Tensor | None, points: Tensor, num_points: list[int]):
+def _tiling(
+    value: Tensor, shapes: Tensor, starts: Tensor | None, sizes: list[int] | None, points: Tensor, num_points: list[int]
+):
     """How the CUDA kernels cut the value's gradient into tiles, where the level sizes are known; else None."""
     from deformops_models.kernels._driver import shared_memory
     from deformops_models.kernels.msda_cuda import tiling
 
     batch, rows, heads, channels = value.shape
-    sizes = layout.known_sizes(shapes, starts, rows)
+    sizes = layout.known_sizes(shapes, starts, rows) if sizes is None else layout.pairs(sizes, rows)
     room = shared_memory(value.device.index)
     return sizes and tiling(sizes, tuple(num_points), points.shape[1], batch * heads, channels, room)
 
@@ -152,13 +156,13 @@ def _plain(value, shapes, starts, reference, points, weights, num_points, softma
 
 
 def _forward_cpu(*arguments):
-    return _forward(*arguments) if interpreting() else _plain(*arguments[:-2])
+    return _forward(*arguments) if interpreting() else _plain(*arguments[:-3])
 
 
 def _backward_cpu(*arguments):
     if interpreting():
         return _backward(*arguments)
-    grad, value, shapes, starts, reference, points, weights, *options, _, _, need_value, need_reference = arguments
+    grad, value, shapes, starts, reference, points, weights, *options, _, _, _, need_value, need_reference = arguments
 
     def run(value, points, weights, reference=reference):
         return _plain(value, shapes, starts, reference, points, weights, *options)
@@ -208,7 +212,28 @@ def _differentiate(ctx, grad):
     grad_value, grad_reference, grad_points, grad_weights = gradients
     grad_value = grad_value if need_value else None
     grad_reference = grad_reference if need_reference else None
-    return grad_value, None, None, grad_reference, grad_points, grad_weights, None, None, None, None, None
+    return grad_value, None, None, grad_reference, grad_points, grad_weights, *(None,) * 6
+
+
+def _inline(mode, operator, types, arguments, keywords):
+    """Hands AOTInductor the Triton kernel in place of the operator: what it packages runs without Python."""
+    from torch._inductor.virtualized import V
+
+    value, shapes, starts, reference, points, weights, *options, _, backend, _ = arguments
+    if not (V.aot_compilation and value.is_cuda):
+        return mode.__torch_dispatch__(operator, types, arguments, keywords)
+    if backend == Backend.CUDA:
+        raise RuntimeError("backend='cuda' cannot be packaged by AOTInductor: leave it out, or pass backend='triton'")
+    from deformops_models.kernels.msda_forward import traced_msda_forward
+
+    with mode:
+        output = value.new_empty((value.shape[0], points.shape[1], value.shape[2] * value.shape[3]))
+        operands = [_contiguous(t) for t in (value, shapes, starts, reference, points, weights)]
+        traced_msda_forward(output, *operands, *options)
+    return output
+
+
+torch.library.register_torch_dispatch("deformops_models::msda_forward", FunctionalTensorMode, _inline, lib=_LIBRARY)
 
 
 def _refuse(ctx, *grads):

@@ -1,6 +1,7 @@
 """How a kernel is launched: the rule that picks a configuration, the constants of a problem, and the call itself."""
 
 import contextlib
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,17 +51,25 @@ def _plan(
     itemsize: int,
     backward: bool,
 ) -> Plan:
-    batch, rows, heads, channels = value
-    coordinates, reference_levels = (0, 1) if reference is None else (reference[3], reference[2])
-    BQ, warps, registers = configure(channels, max(num_points), itemsize, backward)
-    programs = batch * triton.cdiv(queries, BQ) * heads
+    BQ, warps, registers = configure(value[3], max(num_points), itemsize, backward)
+    programs = _programs(value, queries, BQ)
     if programs > MAX_PROGRAMS:
         raise ValueError(
             f"batch·queries·heads needs {programs} programs, CUDA launches {MAX_PROGRAMS}: split the batch"
         )
-    constants = (heads, channels, num_points, sum(num_points), coordinates, reference_levels, softmax, has_starts)
-    wide = rows * heads * channels >= 2**31
-    return Plan(programs, (*constants, wide, BQ), {"num_warps": warps, "maxnreg": registers})
+    wide = math.prod(value[1:]) >= 2**31
+    constants = _constants(value, reference, num_points, softmax, has_starts, wide, BQ)
+    return Plan(programs, constants, {"num_warps": warps, "maxnreg": registers})
+
+
+def _programs(value, queries: int, BQ: int) -> int:
+    return value[0] * ((queries + BQ - 1) // BQ) * value[2]
+
+
+def _constants(value, reference, num_points: tuple[int, ...], softmax: bool, has_starts: bool, wide: bool, BQ: int):
+    """The kernels' constant arguments, in their order."""
+    coordinates, levels = (0, 1) if reference is None else (reference[3], reference[2])
+    return (*value[2:], num_points, sum(num_points), coordinates, levels, softmax, has_starts, wide, BQ)
 
 
 def launch(kernel, tensors: tuple, num_points, softmax: bool, offset_scale: float, **flags: bool) -> None:
@@ -92,3 +101,23 @@ def launch(kernel, tensors: tuple, num_points, softmax: bool, offset_scale: floa
     arguments = (*tensors, value.shape[1], queries, offset_scale, *plan.constants)
     with current(value.device), loading() if value.is_cuda else contextlib.nullcontext():
         run(*arguments, **flags, **plan.options)
+
+
+def traced_launch(kernel, tensors: tuple, num_points, softmax: bool, offset_scale: float) -> None:
+    """As `launch` of the forward kernel, for a compiler that takes the kernel over; shapes may hold symbols.
+
+    Inductor knows no limit of registers, so that ptxas chooses their number here.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    _, value, shapes, starts, reference, points, _ = tensors
+    num_points, queries = tuple(num_points), points.shape[1]
+    BQ, warps, _ = configure(value.shape[3], max(num_points), value.element_size(), backward=False)
+    # Nobody would see at run time that a sample has outgrown 32 bits: only a bound that was declared counts.
+    wide = not statically_known_true(math.prod(value.shape[1:]) < 2**31)
+    coordinates = None if reference is None else reference.shape
+    constants = _constants(value.shape, coordinates, num_points, softmax, starts is not None, wide, BQ)
+    # A pointer that is not read.
+    tensors = [shapes if t is None else t for t in tensors]
+    run = torch.library.wrap_triton(kernel)[(_programs(value.shape, queries, BQ),)]
+    run(*tensors, value.shape[1], queries, offset_scale, *constants, num_warps=warps)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deformops_models.kernels._launch import launch
+from deformops_models.kernels._launch import launch, traced_launch
 from deformops_models.kernels._sampling import (
     corner_weights,
     first_point,
@@ -124,3 +124,8 @@ def msda_forward_kernel(
 def msda_forward(output, value, shapes, starts, reference, points, weights, *options) -> None:
     """Writes the output (B, Q, M·D). Operands are contiguous; `options` are those of `launch`."""
     launch(msda_forward_kernel, (output, value, shapes, starts, reference, points, weights), *options)
+
+
+def traced_msda_forward(output, value, shapes, starts, reference, points, weights, *options) -> None:
+    """The same by a call that a compiler sees into."""
+    traced_launch(msda_forward_kernel, (output, value, shapes, starts, reference, points, weights), *options)

@@ -33,3 +33,30 @@ def _seed():
     seed = torch.seed() % 2**31
     torch.manual_seed(seed)
     print(f"torch.manual_seed({seed})")
+
+
+@pytest.fixture(scope="module")
+def wide_tiles():
+    """The interpreter's time goes per program: gives each one more queries."""
+    if HAS_GPU:
+        yield
+        return
+    from deformops_models.kernels import _launch
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        configure = _launch.configure
+        monkeypatch.setattr(_launch, "configure", lambda *args: (256, *configure(*args)[1:]))
+        _launch._plan.cache_clear()
+        yield
+    _launch._plan.cache_clear()
+
+
+@pytest.fixture
+def cell(record_property):
+    """Tells docs/compile_table.py which cell of its table a test decides."""
+
+    def record(model: str, recipe: str, device: str) -> None:
+        for name, value in (("model", model), ("recipe", recipe), ("device", device)):
+            record_property(name, value)
+
+    return record

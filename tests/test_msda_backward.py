@@ -275,7 +275,7 @@ def test_metadata_that_lies_gives_no_wild_writes(device):
     ):
         sizes = torch.tensor(sizes, device=device)
         starts = None if starts is None else torch.tensor(starts, device=device)
-        arguments = (value, sizes, starts, reference, points, weights, problem.num_points, True, 0.5, True, None)
+        arguments = (value, sizes, starts, reference, points, weights, problem.num_points, True, 0.5, True, None, None)
         grads = ops.msda_backward(problem.grad.float().to(device), *arguments, True, True)
         assert [g.shape for g in grads] == [value.shape, reference.shape, points.shape, weights.shape]
 

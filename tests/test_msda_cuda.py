@@ -421,5 +421,5 @@ def test_opcheck_of_the_cuda_kernels():
     value, reference, points, weights = (t.float().cuda().requires_grad_() for t in problem.operands().values())
     shapes, _ = layout.device_layout(problem.sizes, None, 57, value.device)
     torch.library.opcheck(
-        ops.msda_forward, (value, shapes, None, reference, points, weights, [4, 4], True, 0.5, True, "cuda")
+        ops.msda_forward, (value, shapes, None, reference, points, weights, [4, 4], True, 0.5, True, "cuda", None)
     )

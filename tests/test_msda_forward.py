@@ -219,7 +219,8 @@ def test_metadata_on_the_device_that_lies_gives_nan(device, lie):
     sizes = torch.tensor(sizes, device=device)
     starts = None if starts is None else torch.tensor(starts, device=device)
     # The operator below `dm.msda`, because on the CPU the sizes are known and checked before.
-    output = ops.msda_forward(operands[0], sizes, starts, *operands[1:], problem.num_points, True, 0.5, True, None)
+    options = problem.num_points, True, 0.5, True, None, None
+    output = ops.msda_forward(operands[0], sizes, starts, *operands[1:], *options)
     assert output.isnan().all()
 
 

@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def arguments(
     device, dtype=torch.float32, coordinates=2, softmax=True, contiguous=True, starts=False, need_grad=True,
-    backend=None,
+    backend=None, numbers=None,
 ):  # fmt: skip
     """Positional arguments of `ops.msda_forward`."""
     problem = Problem.random(batch=2, queries=3, heads=2, num_points=(2, 1), coordinates=coordinates, dtypes=(dtype,))
@@ -35,7 +35,7 @@ def arguments(
     value, *rest = [None if t is None else t.requires_grad_(need_grad) for t in tensors]
     sizes = torch.tensor(problem.sizes, device=device)
     starts = torch.tensor([0, 45], device=device) if starts else None
-    return (value, sizes, starts, *rest, problem.num_points, softmax, 0.5, True, backend)
+    return (value, sizes, starts, *rest, problem.num_points, softmax, 0.5, True, backend, numbers)
 
 
 def _operands(problem):
@@ -45,8 +45,11 @@ def _operands(problem):
 CASES = [
     {},
     {"contiguous": False, "starts": True},
+    {"numbers": [5, 9, 3, 4]},
     {"coordinates": 4, "dtype": torch.float16},
+    {"coordinates": 2, "dtype": torch.float16, "contiguous": False},
     {"coordinates": 0, "softmax": False, "dtype": torch.bfloat16},
+    {"coordinates": 4, "dtype": torch.bfloat16, "contiguous": False, "starts": True},
 ]
 
 
@@ -85,7 +88,7 @@ def test_the_operators_run_on_a_cpu_without_the_interpreter():
             output = ops.msda_forward(*forward)
             wanted = [t for t in (forward[0], *forward[3:6]) if t is not None]
             grads = torch.autograd.grad(output, wanted, torch.ones_like(output))
-            plain = ops._plain(*forward[:-2])
+            plain = ops._plain(*forward[:-3])
             expected = torch.autograd.grad(plain, wanted, torch.ones_like(output))
             torch.testing.assert_close(output, plain)
             torch.testing.assert_close(grads, expected)

@@ -27,20 +27,7 @@ import deformops_models as dm
 FLOAT32, BFLOAT16 = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _wide_tiles():
-    """The interpreter's time goes per program: gives each one more queries."""
-    if torch.cuda.is_available():
-        yield
-        return
-    from deformops_models.kernels import _launch
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        configure = _launch.configure
-        monkeypatch.setattr(_launch, "configure", lambda *args: (256, *configure(*args)[1:]))
-        _launch._plan.cache_clear()
-        yield
-    _launch._plan.cache_clear()
+pytestmark = pytest.mark.usefixtures("wide_tiles")
 
 
 def kernels(device: str) -> str | None:

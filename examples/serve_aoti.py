@@ -1,0 +1,59 @@
+"""A patched Mask2Former as a file that torch alone serves.
+
+python examples/serve_aoti.py package --model ALIAS --out model.pt2     on a GPU, with this package
+python examples/serve_aoti.py serve --out model.pt2                     on such a GPU, with torch and pillow alone
+curl --data-binary @street.jpg localhost:8000
+"""
+
+import argparse
+import io
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import torch
+from PIL import Image
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("action", choices=("package", "serve"))
+parser.add_argument("--model", default="mask2former-swin-tiny-coco-instance", help="an alias, or a folder")
+parser.add_argument("--out", default="model.pt2")
+parser.add_argument("--size", type=int, default=384, help="images are resized to a square of so many pixels")
+
+
+class Network(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+        self.register_buffer("statistics", torch.tensor([[123.675, 116.28, 103.53], [58.395, 57.12, 57.375]]))
+
+    def forward(self, images):  # (B, size, size, 3), uint8
+        mean, std = self.statistics[..., None, None]
+        outputs = self.model(((images.movedim(-1, 1) - mean) / std).to(self.model.dtype))
+        scores, labels = outputs.class_queries_logits.float().softmax(-1)[..., :-1].max(-1)
+        return scores, labels, (outputs.masks_queries_logits > 0).float().mean((-1, -2))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        image = Image.open(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"])))).convert("RGB")
+        rows = torch.frombuffer(bytearray(image.resize((args.size, args.size)).tobytes()), dtype=torch.uint8)
+        results = [t[0].tolist() for t in model(rows.view(1, args.size, args.size, 3).cuda())]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps([found for found in zip(*results, strict=True) if found[0] > 0.5]).encode())
+
+
+if __name__ == "__main__":
+    args = parser.parse_args()
+    if args.action == "package":
+        import deformops_models as dm
+
+        network = Network(dm.Mask2Former.from_pretrained(args.model, device="cuda", dtype="bfloat16")).cuda()
+        images = torch.zeros(2, args.size, args.size, 3, dtype=torch.uint8, device="cuda")
+        shapes = [{0: torch.export.Dim("batch", min=1, max=16)}]
+        with torch.no_grad():
+            program = torch.export.export(network, (images,), dynamic_shapes=shapes, strict=False)
+            torch._inductor.aoti_compile_and_package(program, package_path=args.out)
+    else:
+        model = torch._inductor.aoti_load_package(args.out)
+        HTTPServer(("", 8000), Handler).serve_forever()
