@@ -1,7 +1,7 @@
 """Writes the table of docs/compile-and-export.md from test results.
 
-    python -m pytest tests/test_compile.py tests/test_export.py --junitxml cpu.xml   # gpu.xml where there is one
-    python docs/compile_table.py cpu.xml gpu.xml
+python -m pytest tests/test_compile.py tests/test_export.py --junitxml cpu.xml   # gpu.xml where there is one
+python docs/compile_table.py cpu.xml gpu.xml
 """
 
 import sys
