@@ -63,7 +63,7 @@ def test_module_runs_from_another_folder(tmp_path):
     listing = command("checkpoints", "--task", "panoptic", "--framework", "transformers", "--json", cwd=tmp_path)
     assert listing.returncode == 0, listing.stderr
     rows = json.loads(listing.stdout)
-    assert {row["task"] for row in rows} == {"panoptic segmentation"}
+    assert rows and all("panoptic" in row["task"] for row in rows)
     assert "mask2former-swin-tiny-coco-panoptic" in [row["alias"] for row in rows]
     bad = command("predict", "none.jpg", "--model", "x", "--out", "out", cwd=tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "")
