@@ -79,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         help="encoder, decoder, m2f1024, rtdetr640, narrow, five_levels, eight_points, unequal, host (default: all)",
     )
     what.add_argument("--linear", action="store_true", help="instead: how cost grows with queries, points, channels")
+    what.add_argument(
+        "--family",
+        nargs="+",
+        metavar="NAME",
+        help="instead: training step and inference of whole detectors, patched and unpatched; all, or names as rt_detr",
+    )
     what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
     command.add_argument("--dtype", nargs="+", metavar="NAME", default=[], help=f"{', '.join(DTYPES)}, autocast")
     command.add_argument("--distribution", nargs="+", metavar="NAME", default=[], help="of locations: local, uniform")

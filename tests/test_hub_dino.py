@@ -23,7 +23,7 @@ def tiny_config(row):
     from mmengine.config import Config
 
     hub.mmdet._prepare_mmdet()
-    config = Config.fromfile(hub.mmdet._mmdet_config(row.config))
+    config = Config.fromfile(hub.mmdet.mmdet_config(row.config))
     # The width stays: mmdet's DINO has its decoder's positional encoding written for 256.
     feedforward = {"ffn_cfg": {"feedforward_channels": 32}}
     config.merge_from_dict(
@@ -129,7 +129,7 @@ def test_configs_of_the_table_exist_and_agree():
     rows = [row for row in hub.checkpoints() if row.framework == "mmdet"]
     assert len(rows) == 21
     for row in rows:
-        config = Config.fromfile(hub.mmdet._mmdet_config(row.config))
+        config = Config.fromfile(hub.mmdet.mmdet_config(row.config))
         assert config.model.type in hub.DINO.model_types
         head = config.model.get("panoptic_head", config.model)
         assert head.num_queries == row.num_queries
@@ -357,7 +357,7 @@ def test_no_state_dict(dino, tmp_path):
 
 
 def test_config_of_another_detector(tmp_path, dino):
-    config = hub.mmdet._mmdet_config("configs/retinanet/retinanet_r18_fpn_1x_coco.py")
+    config = hub.mmdet.mmdet_config("configs/retinanet/retinanet_r18_fpn_1x_coco.py")
     with pytest.raises(hub.CheckpointError, match="builds 'RetinaNet': DINO loads mmdet's DINO, DeformableDETR, "):
         hub.DINO.from_pretrained(config, dino[3])
 

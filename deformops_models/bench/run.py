@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deformops_models import console
 from deformops_models.backend import resolve
-from deformops_models.bench import measure, plot, record
+from deformops_models.bench import families, measure, plot, record
 from deformops_models.bench.peers import PROVIDERS, by_default, refusal
 from deformops_models.bench.presets import DISTRIBUTIONS, LINEAR, OPS, PRESETS, Case, Problem
 from deformops_models.bench.summary import summary
@@ -36,9 +36,14 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a name is unknown, nothing is left to time, or there is no GPU.
     """
     if args.plot_only:
-        for picture in plot.draw(record.read(Path(args.plot_only)), console.output_folder(args.out)):
+        rows, folder = record.read(Path(args.plot_only)), console.output_folder(args.out)
+        whole = [families.draw(rows, folder)] if any(row["op"] == families.OP for row in rows) else []
+        for picture in whole or plot.draw(rows, folder):
             print(picture)
         return 0
+    if args.family:
+        _check_gpu()
+        return families.run(args.family, args.out, commit=args.commit)
     rows, left_out = select(args)
     _check_gpu()
     for line in left_out:

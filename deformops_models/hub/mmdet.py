@@ -106,7 +106,7 @@ class DINO:
                 raise CheckpointError(
                     f"{row.alias} is a checkpoint of {row.framework}: use {row.loader}.from_pretrained"
                 )
-            path = _mmdet_config(row.config)
+            path = mmdet_config(row.config)
         return path, weights, row
 
     @classmethod
@@ -173,7 +173,8 @@ def _prepare_mmdet() -> None:
         raise CheckpointError(f"{package} is not installed: pip install 'deformops-models[mmdet]'") from error
 
 
-def _mmdet_config(name: str) -> Path:
+def mmdet_config(name: str) -> Path:
+    """The path of a config that mmdet ships, named from its root, as "configs/dino/....py"."""
     _prepare_mmdet()
     import mmdet
 
