@@ -15,7 +15,8 @@ from deformops_models.backend import Backend, compiler, cuda_problem, resolve
 from deformops_models.console import table
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_PACKAGES = ("transformers", "timm", "mmcv", "mmcv-lite", "mmengine", "mmdet", "accelerate", "peft", "torchvision")
+_PACKAGES = ("transformers", "timm", "mmcv", "mmcv-lite", "mmengine", "mmdet", "rfdetr", "ultralytics", "accelerate")
+_PACKAGES += ("peft", "kernels", "torchao", "bitsandbytes", "torchvision")
 
 _SIZES = ((23, 31), (12, 17))
 _STARTS = (0, 23 * 31)

@@ -184,6 +184,9 @@ def check_family(family: Family) -> str | None:
         upstream = getattr(importlib.import_module(family.module), family.class_name)
     except (ImportError, AttributeError) as error:
         return f"not found: {error}"
+    # Another library's import can raise anything.
+    except Exception as error:
+        return f"cannot be imported: {type(error).__name__}: {error}"
     return family.mismatch(upstream)
 
 

@@ -291,7 +291,7 @@ def _transformers(model: str, backbone: Callable[[Any], Any] | None = None, **op
         changes = dict(options)
         if backbone is not None:
             changes["backbone_config"] = backbone(transformers)
-        prefix = model.partition("For")[0]
+        prefix = model.rpartition("For")[0]
         if not hasattr(transformers, model):
             raise UsageError(f"--family: transformers {transformers.__version__} has no {model}: install a newer one")
         return getattr(transformers, model)(getattr(transformers, f"{prefix}Config")(**changes))
