@@ -431,8 +431,13 @@ FAMILIES: dict[str, Work] = {
                 ("rt_detr_v2", "RTDetrV2"),
                 ("d_fine", "DFine"),
                 ("deimv2", "Deimv2"),
-                ("lw_detr", "LwDetr"),
             )
+        ),
+        (
+            "lw_detr",
+            # Its default config has no level.
+            _transformers("LwDetrForObjectDetection", num_labels=LABELS, projector_scale_factors=[1.0]),
+            _detection(640, 640, 4),
         ),
         ("rf_detr", _transformers("RfDetrForObjectDetection", num_labels=LABELS), _detection(560, 560, 4)),
         *(

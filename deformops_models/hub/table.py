@@ -89,6 +89,7 @@ def find_checkpoint(alias_or_repo: str) -> Checkpoint:
 
 
 def find(name: str) -> Checkpoint | None:
+    """Returns the row with this alias or Hub repo id, in upper or lower case, if there is one."""
     for row in checkpoints():
         if name.lower() in (row.alias, row.repo_id and row.repo_id.lower()):
             return row
@@ -96,6 +97,7 @@ def find(name: str) -> Checkpoint | None:
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Returns the dtype of this name, or of a short one such as "bf16"; raises ValueError if there is none."""
     short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     found = getattr(torch, short.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
@@ -104,18 +106,19 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def package(error: ModuleNotFoundError) -> str:
+    """Returns the name of the package that is missing."""
     return (error.name or str(error)).partition(".")[0]
 
 
 def first_line(error: Exception) -> str:
+    """Returns what an error says, shortened to one line."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def ready(model: nn.Module, backend: Backend | str | None, device: torch.device | str | None) -> nn.Module:
+    """Returns the loaded model, moved, in eval mode and patched."""
     from deformops_models.patching import patch
 
     if device is not None:
         model.to(device)
     return patch(model.eval(), backend=backend)
-
-

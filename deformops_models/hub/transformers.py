@@ -221,5 +221,3 @@ def _reach_hub(source: str, name: str, cache_dir: str | Path | None) -> None:
         raise CheckpointError(
             f"cannot load {name}: the Hub cannot be reached ({error}). {_elsewhere(source)}"
         ) from error
-
-
