@@ -151,7 +151,8 @@ def _clock(
         model.zero_grad(set_to_none=True)
         _wait(device)
         start = time.perf_counter()
-        with torch.inference_mode(not train), torch.autocast(device.type, torch.bfloat16):
+        # Not inference_mode: some of upstream's models keep anchors of an inference for the next step.
+        with torch.set_grad_enabled(train), torch.autocast(device.type, torch.bfloat16):
             result = call(model, train)
         if train:
             result["loss"].sum().backward()
@@ -423,7 +424,14 @@ FAMILIES: dict[str, Work] = {
             )
             for name, model in (("grounding_dino", "GroundingDino"), ("mm_grounding_dino", "MMGroundingDino"))
         ),
-        ("omdet_turbo", _transformers("OmDetTurboForObjectDetection", _swin([2, 3, 4])), _omdet_call()),
+        (
+            "omdet_turbo",
+            # transformers' own Swin normalises by itself, unlike timm's.
+            _transformers(
+                "OmDetTurboForObjectDetection", _swin([2, 3, 4]), apply_layernorm_after_vision_backbone=False
+            ),
+            _omdet_call(),
+        ),
         *(
             (name, _transformers(f"{model}ForObjectDetection", num_labels=LABELS), _detection(640, 640, 4))
             for name, model in (
@@ -443,10 +451,15 @@ FAMILIES: dict[str, Work] = {
         *(
             (
                 f"pp_doclayout_v{version}",
-                _transformers(f"PPDocLayoutV{version}ForObjectDetection"),
+                _transformers(f"PPDocLayoutV{version}ForObjectDetection", **options),
                 _detection(800, 800, 2, loss=False),
             )
-            for version in (2, 3, 4)
+            for version, options in (
+                # The kinds of its reading order, which has no default.
+                (2, {"num_labels": 20, "class_thresholds": [0.5] * 20, "class_order": list(range(20))}),
+                (3, {}),
+                (4, {}),
+            )
         ),
     )
 } | {
