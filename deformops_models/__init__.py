@@ -29,6 +29,7 @@ _EXPORTS = {
     "Mask2Former": "hub",
     "DeformableDETR": "hub",
     "DINO": "hub",
+    "from_pretrained": "hub",
     "checkpoints": "hub",
 }
 __all__ = ["__version__", *_EXPORTS]
@@ -36,7 +37,7 @@ __all__ = ["__version__", *_EXPORTS]
 if TYPE_CHECKING:
     from deformops_models.api import deformable_attention, msda, multi_scale_deformable_attention
     from deformops_models.backend import Backend, Resolution, call_counts, resolve
-    from deformops_models.hub import DINO, DeformableDETR, Mask2Former, checkpoints
+    from deformops_models.hub import DINO, DeformableDETR, Mask2Former, checkpoints, from_pretrained
     from deformops_models.layers import MultiScaleDeformAttn2d
     from deformops_models.patching import PARTS, PatchError, patch, patched, report, unpatch
 

@@ -93,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         "--convergence", action="store_true", help="instead: 200 steps of training, patched and twice unpatched"
     )
     what.add_argument("--linear", action="store_true", help="instead: how cost grows with queries, points, channels")
+    what.add_argument(
+        "--family",
+        nargs="+",
+        metavar="NAME",
+        help="instead: training step and inference of whole detectors, patched and unpatched; all, or names as rt_detr",
+    )
     what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
     command.add_argument("--dtype", nargs="+", metavar="NAME", default=[], help=f"{', '.join(DTYPES)}, autocast")
     command.add_argument("--distribution", nargs="+", metavar="NAME", default=[], help="of locations: local, uniform")

@@ -15,7 +15,8 @@ from deformops_models.backend import Backend, compiler, cuda_problem, resolve
 from deformops_models.console import table
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_PACKAGES = ("transformers", "timm", "mmcv", "mmcv-lite", "mmengine", "mmdet", "accelerate", "peft", "torchvision")
+_PACKAGES = ("transformers", "timm", "mmcv", "mmcv-lite", "mmengine", "mmdet", "rfdetr", "ultralytics", "accelerate")
+_PACKAGES += ("peft", "kernels", "torchao", "bitsandbytes", "torchvision")
 
 _SIZES = ((23, 31), (12, 17))
 _STARTS = (0, 23 * 31)
@@ -96,8 +97,10 @@ def _families() -> Iterator[tuple[str, str, str]]:
         yes = "yes"
         if family.framework == "mmcv" and importlib.util.find_spec("mmcv") and mmcv_lite.install():
             yes = "yes, once deformops_models.patches.mmcv_lite.install() was called: mmcv's compiled part is missing"
+        if family.module is None:
+            yes = "yes, by its name, the parameters of its forward and its projections"
         reason = check_family(family)
-        yield family.framework, family.class_name, yes if reason is None else f"no: {reason}"
+        yield family.framework or "any project", family.class_name, yes if reason is None else f"no: {reason}"
 
 
 def verify() -> int:

@@ -71,8 +71,9 @@ class Family:
 
     Args:
         name: of the model family, as in `model_type`.
-        framework: distribution that holds the class, as "transformers".
-        module, class_name: where the class is.
+        framework: distribution that holds the class, as "transformers"; None for a class that many projects copied.
+        module, class_name: where the class is; without a module, any class of this name whose forward has these
+            parameters.
         adapter: subclass of `PatchedModule` with the new forward.
         parameters: names of upstream's forward parameters that the adapter was written for.
         part: of the training step, one of `PARTS`.
@@ -81,8 +82,8 @@ class Family:
     """
 
     name: str
-    framework: str
-    module: str
+    framework: str | None
+    module: str | None
     class_name: str
     adapter: type[PatchedModule] | Callable
     parameters: tuple[str, ...]
@@ -170,17 +171,22 @@ _filtered: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 @functools.cache
 def families() -> tuple[Family, ...]:
     """Every known upstream class. Imports no framework."""
-    names = ("transformers", "transformers_losses", "mmcv")
+    names = ("transformers", "transformers_losses", "mmcv", "ms_deform_attn")
     rows = [importlib.import_module(f"deformops_models.patches.{name}").FAMILIES for name in names]
     return tuple(family for row in rows for family in row)
 
 
 def check_family(family: Family) -> str | None:
     """Why this family cannot be patched in this environment, or None. Imports the upstream module."""
+    if family.module is None:
+        return None
     try:
         upstream = getattr(importlib.import_module(family.module), family.class_name)
     except (ImportError, AttributeError) as error:
         return f"not found: {error}"
+    # Another library's import can raise anything.
+    except Exception as error:
+        return f"cannot be imported: {type(error).__name__}: {error}"
     return family.mismatch(upstream)
 
 
@@ -316,6 +322,8 @@ def report(model: nn.Module) -> Report:
                 result.skipped.append(Entry(name, cls.__name__, None, reason))
         elif family.is_patched(module):
             backend = _will_run(module) if family.part == "attention" else "plain PyTorch"
+            if family.module is None:
+                backend += f"; {_full_name(cls.upstream)} is known by its name, signature and projections"
             result.swapped.append(Entry(name, cls.__name__, family.name, backend=backend, part=family.part))
         else:
             reason = family.obstacle(module) or _filtered.get(module, "not patched")
@@ -354,7 +362,8 @@ def _known_base(cls: type) -> type | None:
 
 
 def _family_named(cls: type) -> Family | None:
-    return _families_by_class().get((cls.__module__, cls.__qualname__))
+    rows = _families_by_class()
+    return rows.get((cls.__module__, cls.__qualname__)) or rows.get((None, cls.__name__))
 
 
 @functools.cache
@@ -379,7 +388,7 @@ def patched_class(upstream: type[nn.Module], family: Family) -> type[nn.Module]:
 def importable(rows: tuple[Family, ...], module: str, name: str) -> type[nn.Module]:
     """`__getattr__` of a module in patches/: its patched classes by name, made when asked for."""
     for family in rows:
-        if name == f"Patched{family.class_name}":
+        if family.module and name == f"Patched{family.class_name}":
             return patched_class(getattr(importlib.import_module(family.module), family.class_name), family)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
@@ -423,14 +432,14 @@ def _nothing_matched(model: nn.Module, skipped: list[Entry]) -> str:
     if skipped:
         lines += [f"  {entry}" for entry in skipped]
     else:
-        known = [f"{family.module}.{family.class_name}" for family in families()]
+        known = [f"{family.module or 'any module'}.{family.class_name}" for family in families()]
         names = [family.class_name for family in families()]
         classes = {type(m): m for m in model.modules()}
         near = [_full_name(cls) for cls, m in classes.items() if _samples_offsets(m)]
         near += [_full_name(cls) for cls in classes if difflib.get_close_matches(cls.__name__, names, 1, 0.7)]
         lines.append(f"  nearest classes in the model: {', '.join(list(dict.fromkeys(near))[:5]) or 'none'}")
         lines.append(f"  known classes: {', '.join(dict.fromkeys(known))}")
-    frameworks = dict.fromkeys(["torch", *(family.framework for family in families())])
+    frameworks = dict.fromkeys(["torch", *(family.framework for family in families() if family.framework)])
     lines.append("  installed: " + ", ".join(f"{name} {_version(name)}" for name in frameworks))
     return "\n".join(lines)
 

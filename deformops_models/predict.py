@@ -214,7 +214,11 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
         return load_mask2former, task or published
     if task:
         raise UsageError(f"--task is for Mask2Former, {model} detects objects")
-    return {"DeformableDETR": _load_deformable_detr, "DINO": _load_mmdet}[name], "object"
+    if name == "DINO" and (folder.is_dir() or published == "object"):
+        return _load_mmdet, "object"
+    if name == "DeformableDETR":
+        return _load_deformable_detr, "object"
+    raise UsageError(f"--model {model}: predict draws Mask2Former, Deformable DETR and mmdet's detectors only")
 
 
 def folder_loader(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Deformable attention of OpenMMLab: one class of mmcv serves DINO, Deformable DETR, Mask2Former and more of mmdet."""
+"""Deformable attention of OpenMMLab, one class for DINO, Deformable DETR, Mask2Former and more, and of detrex."""
 
 import warnings
 
@@ -8,6 +8,17 @@ from deformops_models.patching import Family, PatchedModule
 
 
 class _MultiScaleDeformableAttention(PatchedModule):
+    def _identity(self, query, identity, kwargs):
+        """What is added to the output."""
+        if "residual" in kwargs:
+            warnings.warn(
+                "residual= is deprecated in MultiScaleDeformableAttention, use identity=", DeprecationWarning, 3
+            )
+            if identity is not None:
+                raise AssertionError("residual= and identity= are the same argument: give one")
+            identity = kwargs["residual"]
+        return query if identity is None else identity
+
     def forward(
         self,
         query,
@@ -34,15 +45,8 @@ class _MultiScaleDeformableAttention(PatchedModule):
                 level_start_index,
                 **kwargs,
             )
-        if "residual" in kwargs:
-            warnings.warn(
-                "residual= is deprecated in MultiScaleDeformableAttention, use identity=", DeprecationWarning, 2
-            )
-            if identity is not None:
-                raise AssertionError("residual= and identity= are the same argument: give one")
-            identity = kwargs["residual"]
+        identity = self._identity(query, identity, kwargs)
         value = query if value is None else value
-        identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
@@ -69,16 +73,30 @@ class _MultiScaleDeformableAttention(PatchedModule):
         return self.dropout(output) + identity
 
 
-FAMILIES = (
-    Family(
-        "mmcv",
-        "mmcv",
-        "mmcv.ops.multi_scale_deform_attn",
-        "MultiScaleDeformableAttention",
-        _MultiScaleDeformableAttention,
-        ("query", "key", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes")
-        + ("level_start_index", "kwargs"),
-    ),
+class _Detrex(_MultiScaleDeformableAttention):
+    def _identity(self, query, identity, kwargs):
+        return query if identity is None else identity
+
+
+_PARAMETERS = (
+    "query",
+    "key",
+    "value",
+    "identity",
+    "query_pos",
+    "key_padding_mask",
+    "reference_points",
+    "spatial_shapes",
+    "level_start_index",
+    "kwargs",
+)
+
+FAMILIES = tuple(
+    Family(name, name, module, "MultiScaleDeformableAttention", adapter, _PARAMETERS)
+    for name, module, adapter in (
+        ("mmcv", "mmcv.ops.multi_scale_deform_attn", _MultiScaleDeformableAttention),
+        ("detrex", "detrex.layers.multi_scale_deform_attn", _Detrex),
+    )
 )
 
 

@@ -147,3 +147,27 @@ class Problem:
             assert result.dtype == expected, (name, result.dtype)
             assert_within_budget(result, exact[name], plain[name], name, self.longest)
         return actual
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for the order of float32 sums."""
+    assert relative_error(actual, expected) < 1e-5
+
+
+def close_all(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """As `close`, for every tensor and relative to the largest, as some gradients are zero but for rounding."""
+    assert actual.keys() == expected.keys()
+    largest = max(t.norm() for t in expected.values())
+    for name, t in expected.items():
+        assert (actual[name] - t).norm() < 1e-5 * largest, name
+
+
+@contextmanager
+def launches(count: int):
+    """Asserts how many forward kernels the block launches, and that no patched module runs upstream's forward."""
+    import deformops_models as dm
+
+    before = dm.call_counts.copy()
+    yield
+    assert dm.call_counts["msda_forward"] - before["msda_forward"] == count
+    assert dm.call_counts["upstream_forward"] == before["upstream_forward"]

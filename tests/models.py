@@ -5,7 +5,9 @@ that another draw could compare two different trainings.
 """
 
 import contextlib
+import copy
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +166,8 @@ class _SameNumbers(TorchFunctionMode):
             return torch.randint(low, high, args[0].shape, generator=self.generator).to(**target)
         if func is Tensor.float and self.double:
             return args[0].double()
+        if self.double and kwargs.get("dtype") is torch.float32 and "generator" not in kwargs:
+            kwargs = kwargs | {"dtype": torch.float64}
         if self.choices is None:
             return func(*args, **kwargs)
         if func in (torch.topk, Tensor.topk):
@@ -482,7 +486,9 @@ def _mmdet(config_file: str, changes: dict[str, object]) -> nn.Module:
     config = Config.fromfile(Path(mmdet.__file__).parent / ".mim/configs" / config_file)
     config.merge_from_dict({f"model.{key}": value for key, value in changes.items()})
     with DefaultScope.overwrite_default_scope("mmdet"):
-        model = MODELS.build(config.model)
+        # Building writes into its argument.
+        model = MODELS.build(copy.deepcopy(config.model))
+    model.cfg = config
     # Left empty until init_weights, which would log a line for every parameter.
     for name, parameter in model.named_parameters():
         if name.endswith("level_embed"):
@@ -555,12 +561,81 @@ def _mm_mask2former() -> nn.Module:
     return _mmdet("mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", changes)
 
 
-def _call_mmdet(model: nn.Module, train: bool) -> object:
+def _mm_ddq(levels: int) -> Callable[[], nn.Module]:
+    changes = _detr_changes(256) | {"dn_cfg.group_cfg.num_dn_queries": 8}
+    if levels == 5:
+        changes["neck.in_channels"] = [8, 16, 32, 64]
+    return lambda: _mmdet(f"ddq/ddq-detr-{levels}scale_r50_8xb2-12e_coco.py", changes)
+
+
+def _mm_grounding_dino(file: str) -> nn.Module:
+    swin = {
+        "backbone.embed_dims": 16, "backbone.depths": [1, 1, 1, 1], "backbone.num_heads": [1, 2, 2, 4],
+        "backbone.window_size": 4, "backbone.drop_path_rate": 0.0, "backbone.init_cfg": None,
+        "backbone.convert_weights": False, "backbone.with_cp": False, "neck.in_channels": [32, 64, 128],
+    }  # fmt: skip
+    changes = {k: v for k, v in _detr_changes(256).items() if not k.startswith(("backbone.", "neck."))}
+    changes |= {"bbox_head.contrastive_cfg.max_text_len": 16, "dn_cfg.group_cfg.num_dn_queries": 8, "encoder.num_cp": 0}
+    changes |= {f"encoder.text_layer_cfg.ffn_cfg.{k}": v for k, v in _ffn(256).items()}
+    changes |= {f"encoder.text_layer_cfg.self_attn_cfg.{k}": v for k, v in _attention(256).items()}
+    changes |= {f"decoder.layer_cfg.cross_attn_text_cfg.{k}": v for k, v in _attention(256).items()}
+    changes |= {"encoder.fusion_layer_cfg.embed_dim": 64, "encoder.fusion_layer_cfg.init_values": 0.5}
+    changes |= {"encoder.fusion_layer_cfg.dropout": 0.0, "encoder.fusion_layer_cfg.drop_path": 0.0}
+    return _mmdet(file, changes | swin | {"language_model": {"_delete_": True, "type": _Texts}})
+
+
+class _Texts(nn.Module):
+    """A language model as mmdet's Grounding DINO calls one: mmdet's own calls what transformers 5 has no longer."""
+
+    pad_to_max = False
+
+    def __init__(self):
+        from transformers import BertTokenizer
+
+        super().__init__()
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "cup", "red", "bus", "tree"]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "vocab.txt")
+            file.write_text("\n".join(words), encoding="utf-8")
+            self.tokenizer = BertTokenizer(str(file))
+        self.special_tokens = self.tokenizer.convert_tokens_to_ids(["[CLS]", "[SEP]", ".", "?"])
+        self.language_backbone = nn.Sequential()
+        self.language_backbone.add_module("body", nn.Embedding(len(words), 32))
+        self.language_backbone.body.language_dim = 32
+
+    def forward(self, captions):
+        from mmdet.models.language_models.bert import generate_masks_with_special_tokens_and_transfer_map as masks_of
+
+        words = self.tokenizer(captions, padding="longest", return_tensors="pt")
+        words = words.to(self.language_backbone.body.weight.device)
+        masks, position_ids = masks_of(words, self.special_tokens)
+        states = self.language_backbone(words["input_ids"])
+        result = {"embedded": states, "hidden": states, "masks": masks, "position_ids": position_ids}
+        return result | {"text_token_mask": words["attention_mask"].bool()}
+
+
+def _mm_mask2former_video() -> nn.Module:
+    head = "track_head"
+    pixel, decoder = f"{head}.pixel_decoder.encoder", f"{head}.transformer_decoder"
+    changes = {
+        **_RESNET, f"{head}.in_channels": [8, 16, 32, 64], f"{head}.feat_channels": 32, f"{head}.out_channels": 32,
+        f"{head}.num_queries": 6, f"{head}.num_classes": LABELS, f"{head}.positional_encoding.num_feats": 16,
+        f"{head}.loss_cls.class_weight": [1.0] * LABELS + [0.1], f"{head}.train_cfg.num_points": 60,
+        f"{head}.pixel_decoder.positional_encoding.num_feats": 16, f"{pixel}.num_layers": 2,
+        f"{decoder}.num_layers": 2, "init_cfg": None,
+    }  # fmt: skip
+    for part, names in ((pixel, ("self_attn_cfg",)), (decoder, ("self_attn_cfg", "cross_attn_cfg"))):
+        changes |= {f"{part}.layer_cfg.ffn_cfg.{k}": v for k, v in _ffn(32).items()}
+        for name in names:
+            changes |= {f"{part}.layer_cfg.{name}.{k}": v for k, v in _attention(32).items()}
+    return _mmdet("mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py", changes)
+
+
+def _mmdet_samples(model: nn.Module) -> list:
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
     from mmengine.structures import InstanceData
 
-    pixels, _ = pixels_and_mask(model)
     samples = []
     for content, (classes, boxes, masks) in zip(CONTENT, _targets(model), strict=True):
         centre, size = boxes.split(2, -1)
@@ -569,10 +644,183 @@ def _call_mmdet(model: nn.Module, train: bool) -> object:
         bitmap = BitmapMasks(masks.cpu().numpy().astype("uint8"), HEIGHT, WIDTH)
         sample.gt_instances = InstanceData(labels=classes, bboxes=corners, masks=bitmap)
         samples.append(sample)
+    return samples
+
+
+def _mmdet_losses(model: nn.Module, losses: dict) -> object:
+    return {**losses, "loss": model.parse_losses(losses)[0]}
+
+
+def _call_mmdet(model: nn.Module, train: bool) -> object:
+    pixels, samples = pixels_and_mask(model)[0], _mmdet_samples(model)
     if not train:
         return model(pixels, samples, mode="tensor")
-    losses = model(pixels, samples, mode="loss")
-    return {**losses, "loss": model.parse_losses(losses)[0]}
+    return _mmdet_losses(model, model(pixels, samples, mode="loss"))
+
+
+def _call_mm_grounding_dino(model: nn.Module, train: bool) -> object:
+    pixels, samples = pixels_and_mask(model)[0], _mmdet_samples(model)
+    for sample in samples:
+        sample.text = "cup . red bus . tree . "
+    if train:
+        return _mmdet_losses(model, model(pixels, samples, mode="loss"))
+    # Its mode="tensor" knows no texts.
+    texts = model.language_model([sample.text for sample in samples])
+    texts["embedded"] = model.text_feat_map(texts["embedded"])
+    found = model.forward_transformer(model.extract_feat(pixels), texts, samples)
+    return {**found, "heads": model.bbox_head(**{k: v for k, v in found.items() if "enc_outputs" not in k})}
+
+
+def _call_mm_video(model: nn.Module, train: bool) -> object:
+    from mmdet.structures import TrackDataSample
+
+    pixels, samples = pixels_and_mask(model)[0], _mmdet_samples(model)
+    for sample in samples:
+        sample.gt_instances.instances_ids = torch.arange(len(sample.gt_instances.labels), device=pixels.device)
+    video = TrackDataSample(video_data_samples=samples, metainfo={"key_frames_inds": [0, 1]})
+    if train:
+        return _mmdet_losses(model, model(pixels[None], [video], mode="loss"))
+    return model.track_head(model.backbone(pixels), [video])
+
+
+# Elsewhere
+
+
+class MSDeformAttn(nn.Module):
+    """The original module by its contract, as projects copy it: True is padding, one output, no compiled operator."""
+
+    def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
+        super().__init__()
+        self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
+        samples = n_heads * n_levels * n_points
+        self.sampling_offsets = nn.Linear(d_model, samples * 2)
+        self.attention_weights = nn.Linear(d_model, samples)
+        self.value_proj = nn.Linear(d_model, d_model)
+        self.output_proj = nn.Linear(d_model, d_model)
+
+    def forward(
+        self,
+        query,
+        reference_points,
+        input_flatten,
+        input_spatial_shapes,
+        input_level_start_index,
+        input_padding_mask=None,
+    ):
+        batch, queries, _ = query.shape
+        value = self.value_proj(input_flatten)
+        if input_padding_mask is not None:
+            value = value.masked_fill(input_padding_mask[..., None], 0.0)
+        points = (batch, queries, self.n_heads, self.n_levels, self.n_points)
+        offsets = self.sampling_offsets(query).view(*points, 2)
+        weights = self.attention_weights(query).view(*points[:3], -1).softmax(-1).view(points)
+        reference = reference_points[:, :, None, :, None]
+        if reference_points.shape[-1] == 2:
+            locations = reference + offsets / input_spatial_shapes.flip(-1)[:, None]
+        else:
+            locations = reference[..., :2] + offsets / self.n_points * reference[..., 2:] * 0.5
+        output, sizes = 0, input_spatial_shapes.tolist()
+        for level, part in enumerate(value.split([h * w for h, w in sizes], 1)):
+            image = part.view(batch, *sizes[level], self.n_heads, -1).permute(0, 3, 4, 1, 2).flatten(0, 1)
+            grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
+            sampled = nn.functional.grid_sample(image, grid, align_corners=False)
+            output = output + (sampled * weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]).sum(-1)
+        return self.output_proj(output.view(batch, self.d_model, queries).transpose(1, 2))
+
+
+class _CopyDetector(nn.Module):
+    """A detector around two such modules: padded pixels in an encoder, boxes as references in a decoder."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 8, 8), nn.GELU(), nn.Conv2d(16, width, 3, padding=1))
+        self.coarse = nn.Conv2d(width, width, 3, 2, 1)
+        self.position = nn.Linear(2, width)
+        self.encoder = MSDeformAttn(width, 2, 2, 4)
+        self.queries = nn.Embedding(9, width)
+        self.reference = nn.Linear(width, 4)
+        self.decoder = MSDeformAttn(width, 2, 2, 4)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.classes, self.boxes = nn.Linear(width, LABELS), nn.Linear(width, 4)
+
+    def forward(self, pixels, mask):
+        levels = [stem := self.stem(pixels), self.coarse(stem)]
+        shapes = torch.tensor([level.shape[-2:] for level in levels], device=pixels.device)
+        starts = torch.cat([shapes.new_zeros(1), shapes.prod(1).cumsum(0)[:-1]])
+        padding = torch.cat(
+            [nn.functional.interpolate(mask[:, None].to(pixels), x.shape[-2:])[:, 0].flatten(1) == 0 for x in levels], 1
+        )
+        centres = torch.cat([self._centres(level) for level in levels])
+        states = torch.cat([level.flatten(2).transpose(1, 2) for level in levels], 1)
+        where = centres[None, :, None].expand(len(states), -1, 2, -1)
+        attended = self.encoder(states + self.position(centres), where, states, shapes, starts, padding)
+        states = self.norms[0](states + attended)
+        queries = self.queries.weight.expand(len(states), -1, -1)
+        boxes = self.reference(queries).sigmoid()
+        found = self.decoder(queries, boxes[:, :, None].expand(-1, -1, 2, -1), states, shapes, starts, padding)
+        found = self.norms[1](queries + found)
+        return {"logits": self.classes(found), "boxes": (self.boxes(found) + boxes.logit()).sigmoid()}
+
+    @staticmethod
+    def _centres(level):
+        y, x = ((torch.arange(n).to(level) + 0.5) / n for n in level.shape[-2:])
+        return torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).flatten(0, 1)
+
+
+def _call_copy(model: nn.Module, train: bool) -> object:
+    result = model(*pixels_and_mask(model))
+    return {"loss": sum(part.square().mean() for part in result.values())} if train else result
+
+
+def _rfdetr() -> nn.Module:
+    from rfdetr.config import RFDETRNanoConfig
+    from rfdetr.models import build_model_from_config
+
+    config = RFDETRNanoConfig(
+        pretrain_weights=None, resolution=64, positional_encoding_size=4, out_feature_indexes=[1, 2], hidden_dim=32,
+        sa_nheads=2, ca_nheads=4, num_queries=9, num_select=9, group_detr=2, num_classes=LABELS,
+    )  # fmt: skip
+    return build_model_from_config(config)
+
+
+def _call_rfdetr(model: nn.Module, train: bool) -> object:
+    from rfdetr.config import RFDETRNanoConfig, TrainConfig
+    from rfdetr.models import build_criterion_from_config
+    from rfdetr.utilities.tensors import NestedTensor
+
+    pixels, mask = pixels_and_mask(model)
+    found = model(NestedTensor(pixels[..., :64, :64], mask[..., :64, :64] == 0))
+    if not train:
+        return found
+    config = RFDETRNanoConfig(pretrain_weights=None, num_classes=LABELS, group_detr=2)
+    criterion, _ = build_criterion_from_config(config, TrainConfig(dataset_dir=".", output_dir="."))
+    targets = [{"labels": classes, "boxes": boxes} for classes, boxes, _ in _targets(model)]
+    losses = criterion.to(pixels.device).train()(found, targets)
+    parts = {name: losses[name] for name in criterion.weight_dict if name in losses}
+    return {**parts, "loss": sum(criterion.weight_dict[name] * part for name, part in parts.items())}
+
+
+def _ultralytics() -> nn.Module:
+    from ultralytics.nn.tasks import RTDETRDetectionModel
+
+    backbone = [["Conv", [8, 3, 2]], ["Conv", [16, 3, 4]], ["Conv", [16, 3, 2]], ["Conv", [32, 3, 2]]]
+    # Classes, width, queries, points, heads, layers, width of the feed-forward layers.
+    head = [[1, 2, 3], 1, "RTDETRDecoder", ["nc", 32, 9, 4, 2, 2, 32]]
+    config = {"nc": LABELS, "scale": "l", "scales": {"l": [1, 1, 1024]}, "head": [head]}
+    model = RTDETRDetectionModel(config | {"backbone": [[-1, 1, *layer] for layer in backbone]}, verbose=False)
+    model.nc = LABELS
+    return model
+
+
+def _call_ultralytics(model: nn.Module, train: bool) -> object:
+    pixels = pixels_and_mask(model)[0][..., :64, :96]
+    if not train:
+        return model(pixels)
+    classes, boxes, _ = zip(*_targets(model), strict=True)
+    images = torch.cat([torch.full_like(labels, image) for image, labels in enumerate(classes)])
+    batch = {"img": pixels, "cls": torch.cat(classes), "bboxes": torch.cat(boxes), "batch_idx": images}
+    loss, parts = model.loss(batch)
+    return {**parts, "loss": loss}
 
 
 _HF_M2F, _HF_DETR, _MMCV = (
@@ -633,8 +881,8 @@ DETECTORS = {
             )
         ),
         *(
-            Detector(f"mmdet-{name}", "mmdet", _MMCV, count, build, _call_mmdet)
-            for name, count, build in (
+            Detector(f"mmdet-{name}", "mmdet", _MMCV, count, build, *(call or [_call_mmdet]))
+            for name, count, build, *call in (
                 ("deformable-detr", 3, _mm_deformable_detr("deformable-detr_r50_16xb2-50e_coco.py")),
                 ("deformable-detr-refine", 3, _mm_deformable_detr("deformable-detr-refine_r50_16xb2-50e_coco.py")),
                 (
@@ -644,9 +892,22 @@ DETECTORS = {
                 ),
                 ("dino-4scale", 3, _mm_dino_4scale),
                 ("dino-5scale", 3, _mm_dino_5scale),
+                ("ddq-4scale", 3, _mm_ddq(4)),
+                ("ddq-5scale", 3, _mm_ddq(5)),
+                *(
+                    (name, 3, lambda file=file: _mm_grounding_dino(file), _call_mm_grounding_dino)
+                    for name, file in (
+                        ("grounding-dino", "grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py"),
+                        ("mm-grounding-dino", "mm_grounding_dino/grounding_dino_swin-t_pretrain_obj365.py"),
+                    )
+                ),
                 ("mask2former", 2, _mm_mask2former),
+                ("mask2former-video", 2, _mm_mask2former_video, _call_mm_video),
             )
         ),
+        Detector("copied-ms-deform-attn", "torch", "MSDeformAttn", 2, _CopyDetector, _call_copy),
+        Detector("rfdetr", "rfdetr", "MSDeformAttn", 2, _rfdetr, _call_rfdetr),
+        Detector("ultralytics-rt-detr", "ultralytics", "MSDeformAttn", 2, _ultralytics, _call_ultralytics),
     )
 }  # fmt: skip
 

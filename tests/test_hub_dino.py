@@ -22,8 +22,8 @@ def tiny_config(row):
     """Returns the published config with the smallest backbone, few layers and an input of at most 64x96."""
     from mmengine.config import Config
 
-    hub._prepare_mmdet()
-    config = Config.fromfile(hub._mmdet_config(row.config))
+    hub.mmdet._prepare_mmdet()
+    config = Config.fromfile(hub.mmdet.mmdet_config(row.config))
     # The width stays: mmdet's DINO has its decoder's positional encoding written for 256.
     feedforward = {"ffn_cfg": {"feedforward_channels": 32}}
     config.merge_from_dict(
@@ -76,7 +76,7 @@ def training_state(model):
 
 def build(config):
     torch.manual_seed(0)
-    model = hub._build(config)
+    model = hub.mmdet._build(config)
     # mmdet begins with zeros in many places; outputs have to depend on every weight.
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -110,7 +110,7 @@ def table(monkeypatch, tmp_path, dino):
     row = replace(
         DINO_ROW, alias="tiny-dino", url=weights.as_uri(), sha256_prefix=weights.stem[-8:], config=str(config)
     )
-    monkeypatch.setattr(hub, "checkpoints", lambda: (row,))
+    monkeypatch.setattr(hub.table, "checkpoints", lambda: (row,))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "torch"))
     return row
 
@@ -125,14 +125,15 @@ def same_state(model, original):
 def test_configs_of_the_table_exist_and_agree():
     from mmengine.config import Config
 
-    hub._prepare_mmdet()
+    hub.mmdet._prepare_mmdet()
     rows = [row for row in hub.checkpoints() if row.framework == "mmdet"]
-    assert len(rows) == 7
+    assert len(rows) == 21
     for row in rows:
-        config = Config.fromfile(hub._mmdet_config(row.config))
+        config = Config.fromfile(hub.mmdet.mmdet_config(row.config))
         assert config.model.type in hub.DINO.model_types
-        assert config.model.num_queries == row.num_queries
-        attention = config.model.encoder.layer_cfg.self_attn_cfg
+        head = config.model.get("panoptic_head", config.model)
+        assert head.num_queries == row.num_queries
+        attention = head.get("pixel_decoder", head).encoder.layer_cfg.self_attn_cfg
         assert attention.get("num_levels", 4) == row.num_feature_levels
         assert attention.get("num_points", 4) == row.num_points
         resize = next(s for s in config.test_dataloader.dataset.pipeline if s.type == "Resize")
@@ -264,7 +265,7 @@ def test_alias_with_a_local_file_needs_no_network(table, dino, monkeypatch):
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/dino-deadbeef.pth", "file:///nothing/dino-deadbeef.pth"])
 def test_unreachable_is_one_line(table, monkeypatch, tmp_path, url):
-    monkeypatch.setattr(hub, "checkpoints", lambda: (replace(table, url=url),))
+    monkeypatch.setattr(hub.table, "checkpoints", lambda: (replace(table, url=url),))
     with pytest.raises(hub.CheckpointError) as error:
         hub.DINO.from_pretrained("tiny-dino")
     message = str(error.value)
@@ -275,7 +276,7 @@ def test_unreachable_is_one_line(table, monkeypatch, tmp_path, url):
 
 
 def test_bad_download_is_not_kept(table, monkeypatch, tmp_path, dino):
-    monkeypatch.setattr(hub, "checkpoints", lambda: (replace(table, sha256_prefix="00000000"),))
+    monkeypatch.setattr(hub.table, "checkpoints", lambda: (replace(table, sha256_prefix="00000000"),))
     with pytest.raises(hub.CheckpointError, match=f"invalid hash value.*00000000.*{dino[3].stem[-8:]}"):
         hub.DINO.from_pretrained("tiny-dino")
     assert list((tmp_path / "torch" / "checkpoints").iterdir()) == []
@@ -336,8 +337,8 @@ def test_pickle_that_would_run_code_is_refused(dino, tmp_path, capsys):
 def test_getattr_in_a_pickle_reaches_nothing(dino, tmp_path):
     before = set(torch.serialization.get_safe_globals())
     torch.save({"state_dict": {"w": torch.ones(1)}, "meta": {"escape": Escape()}}, tmp_path / "w.pth")
-    _, meta = hub._read_weights(tmp_path / "w.pth")
-    assert type(meta["escape"]) is hub._Dropped
+    _, meta = hub.mmdet._read_weights(tmp_path / "w.pth")
+    assert type(meta["escape"]) is hub.mmdet._Dropped
     assert set(torch.serialization.get_safe_globals()) == before
 
 
@@ -356,8 +357,8 @@ def test_no_state_dict(dino, tmp_path):
 
 
 def test_config_of_another_detector(tmp_path, dino):
-    config = hub._mmdet_config("configs/retinanet/retinanet_r18_fpn_1x_coco.py")
-    with pytest.raises(hub.CheckpointError, match="builds 'RetinaNet': DINO loads mmdet's DINO and DeformableDETR"):
+    config = hub.mmdet.mmdet_config("configs/retinanet/retinanet_r18_fpn_1x_coco.py")
+    with pytest.raises(hub.CheckpointError, match="builds 'RetinaNet': DINO loads mmdet's DINO, DeformableDETR, "):
         hub.DINO.from_pretrained(config, dino[3])
 
 

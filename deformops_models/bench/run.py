@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deformops_models import console
 from deformops_models.backend import resolve
-from deformops_models.bench import convergence, measure, models, plot, record, steps
+from deformops_models.bench import convergence, families, measure, models, plot, record, steps
 from deformops_models.bench.peers import PROVIDERS, by_default, refusal
 from deformops_models.bench.presets import DISTRIBUTIONS, LINEAR, OPS, PRESETS, Case, Problem
 from deformops_models.bench.summary import summary
@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a name is unknown, nothing is left to time, or there is no GPU.
     """
     if args.plot_only:
-        for picture in plot.draw(record.read(Path(args.plot_only)), console.output_folder(args.out)):
+        rows, folder = record.read(Path(args.plot_only)), console.output_folder(args.out)
+        ops = {row["op"] for row in rows}
+        pictures = [families.draw(rows, folder)] if families.OP in ops else []
+        for picture in pictures + (plot.draw(rows, folder) if ops != {families.OP} else []):
             print(picture)
         return 0
     if args.model:
@@ -44,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
     if args.convergence:
         _check_gpu()
         return convergence.run(console.output_folder(args.out))
+    if args.family:
+        _check_gpu()
+        return families.run(args.family, args.out, commit=args.commit)
     rows, left_out = select(args)
     _check_gpu()
     for line in left_out:

@@ -79,7 +79,7 @@ def find_task(model: str) -> Task:
         except hub.CheckpointError as error:
             raise UsageError(f"--model: {error}; or build one from scratch: {', '.join(CONFIGS)}") from None
     if name not in TASKS:
-        raise UsageError(f"--model {model}: it is mmdet's, which has its own tools; use one of transformers'")
+        raise UsageError(f"--model {model}: only {' and '.join(TASKS)} of transformers can be trained here")
     return TASKS[name]
 
 
@@ -112,7 +112,7 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
             return loaded if patched else unpatch(loaded)
         import transformers
 
-        upstream = getattr(transformers, task.loader.model_class)
+        upstream = getattr(transformers, hub.transformers.MODEL_CLASSES[task.loader.model_type][0])
         if model in CONFIGS:
             config = CONFIGS[model](**classes)
         else:

@@ -1,0 +1,204 @@
+"""Attention modules that projects copied: known by name, signature and projections, or left alone with the reason."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+from helpers import close, close_all, launches
+from models import MSDeformAttn, randomize
+from torch import nn
+
+import deformops_models as dm
+from deformops_models import patching
+
+SIZES = ((3, 5), (2, 2))
+ROWS, QUERIES, WIDTH = 19, 4, 16
+
+
+@pytest.fixture
+def attention(device) -> nn.Module:
+    return randomize(MSDeformAttn(WIDTH, n_levels=2, n_heads=2, n_points=2)).to(device)
+
+
+def arguments(device: str, coordinates: int = 2) -> dict[str, object]:
+    sizes = torch.tensor(SIZES, device=device)
+    return {
+        "query": torch.randn(2, QUERIES, WIDTH, device=device),
+        "reference_points": torch.rand(2, QUERIES, 2, coordinates, device=device),
+        "input_flatten": torch.randn(2, ROWS, WIDTH, device=device),
+        "input_spatial_shapes": sizes,
+        "input_level_start_index": torch.tensor([0, 15], device=device),
+        "input_padding_mask": torch.rand(2, ROWS, device=device) < 0.3,
+    }
+
+
+def run(module: nn.Module, call: dict[str, object]) -> dict[str, torch.Tensor]:
+    """The output, and the gradient of every parameter."""
+    module.zero_grad()
+    output = module(**call)
+    output.square().sum().backward()
+    return {"output": output.detach()} | {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("coordinates", [2, 4])
+@pytest.mark.parametrize("masked", [True, False])
+def test_outputs_and_gradients(attention, device, coordinates, masked):
+    call = arguments(device, coordinates)
+    if not masked:
+        del call["input_padding_mask"]
+    expected = run(attention, call)
+    dm.patch(attention, backend="triton")
+    with launches(1):
+        close_all(run(attention, call), expected)
+    # Positional, as the original code calls it.
+    with launches(1):
+        close(attention(*call.values()), expected["output"])
+
+
+def test_the_report_says_how_it_was_known(attention):
+    assert "not patched" in str(dm.report(attention))
+    dm.patch(attention)
+    name = f"{MSDeformAttn.__module__}.MSDeformAttn"
+    (entry,) = dm.report(attention).swapped
+    assert entry.backend.endswith(f"; {name} is known by its name, signature and projections")
+    assert type(dm.unpatch(attention)) is MSDeformAttn
+
+
+def test_a_copy_is_copied_pickled_and_inherited(attention, device, tmp_path):
+    call = arguments(device)
+    attention.__class__ = type("MyAttention", (MSDeformAttn,), {})
+    expected = attention(**call)
+    dm.patch(attention, backend="triton")
+    with launches(2):
+        close(attention(**call), expected)
+        close(copy.deepcopy(attention)(**call), expected)
+    dm.unpatch(attention)
+    attention.__class__ = MSDeformAttn
+    torch.save(dm.patch(attention, backend="triton"), tmp_path / "module.pt")
+    with launches(1):
+        close(torch.load(tmp_path / "module.pt", weights_only=False)(**call), expected)
+
+
+def _another_signature(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
+    return query
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: delattr(m, "output_proj"), "it has no output_proj"),
+        (lambda m: setattr(m, "n_points", [2, 4]), r"n_points is \[2, 4\], known is one whole number"),
+        (lambda m: setattr(m, "use_4D_normalizer", True), "use_4D_normalizer=True places its points by another rule"),
+        (
+            lambda m: setattr(m, "__class__", type("MSDeformAttn", (nn.Module,), {"forward": _another_signature})),
+            r"unknown signature: forward\(query, .*, value_mask\), known is forward\(query, .*\)",
+        ),
+        (lambda m: setattr(m, "forward", lambda *args: None), "its forward was replaced on the instance"),
+    ],
+    ids=["projection", "points", "normalizer", "signature", "instance"],
+)
+def test_what_is_not_known_is_left_alone(attention, change, reason):
+    change(attention)
+    cls = type(attention)
+    with pytest.raises(dm.PatchError, match=reason):
+        dm.patch(attention)
+    assert type(attention) is cls
+
+
+def test_without_projections_it_is_another_thing():
+    # Core functions carry the name too, and hold no projections.
+    core = type("MSDeformAttn", (nn.Module,), {"forward": MSDeformAttn.forward})()
+    with pytest.raises(dm.PatchError, match="it has no sampling_offsets, attention_weights, value_proj, output_proj"):
+        dm.patch(core)
+
+
+def test_rfdetrs_pairs_and_export(attention, device):
+    class MSDeformAttn(type(attention)):
+        def forward(
+            self,
+            query,
+            reference_points,
+            input_flatten,
+            input_spatial_shapes,
+            input_level_start_index,
+            input_padding_mask=None,
+            input_spatial_shapes_hw=None,
+        ):
+            if getattr(self, "_export", False) and input_spatial_shapes_hw is None:
+                raise ValueError("export needs pairs")
+            first = (query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index)
+            return super().forward(*first, input_padding_mask)
+
+    attention.__class__ = MSDeformAttn
+    call = arguments(device) | {"input_spatial_shapes_hw": list(SIZES)}
+    expected = run(attention, call)
+    dm.patch(attention, backend="triton")
+    with launches(1):
+        close_all(run(attention, call), expected)
+    attention._export = True
+    with launches(0):
+        close(attention(**call), expected["output"])
+        with pytest.raises(ValueError, match="export needs pairs"):
+            attention(**call | {"input_spatial_shapes_hw": None})
+
+
+class _Detrex(nn.Module):
+    """detrex's module by its contract: mmcv's without `residual`, and with other attribute names."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.embed_dim, self.num_heads, self.num_levels, self.num_points = WIDTH, 2, 2, 2
+        self.batch_first, self.dropout = batch_first, nn.Dropout(0.0)
+        for name, child in MSDeformAttn(WIDTH, 2, 2, 2).named_children():
+            self.add_module(name, child)
+
+    def forward(
+        self,
+        query,
+        key=None,
+        value=None,
+        identity=None,
+        query_pos=None,
+        key_padding_mask=None,
+        reference_points=None,
+        spatial_shapes=None,
+        level_start_index=None,
+        **kwargs,
+    ):
+        value = query if value is None else value
+        identity = query if identity is None else identity
+        query = query if query_pos is None else query + query_pos
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+        self.n_levels, self.n_heads, self.n_points, self.d_model = 2, 2, 2, WIDTH
+        output = MSDeformAttn.forward(
+            self, query, reference_points, value, spatial_shapes, level_start_index, key_padding_mask
+        )
+        return self.dropout(output if self.batch_first else output.transpose(0, 1)) + identity
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_detrex(batch_first, device, monkeypatch):
+    # The package is not on PyPI, so that this class stands for its own.
+    (family,) = (f for f in patching.families() if f.name == "detrex")
+    module = types.ModuleType(family.module)
+    cls = type(family.class_name, (_Detrex,), {"__module__": family.module, "forward": _Detrex.forward})
+    setattr(module, family.class_name, cls)
+    monkeypatch.setitem(sys.modules, family.module, module)
+    attention = randomize(cls(batch_first)).to(device)
+
+    def tensor(length):
+        return torch.randn(*((2, length) if batch_first else (length, 2)), WIDTH, device=device)
+
+    call = {"query": tensor(QUERIES), "value": tensor(ROWS), "query_pos": tensor(QUERIES), "identity": tensor(QUERIES)}
+    names = {"reference_points": "reference_points", "input_spatial_shapes": "spatial_shapes"}
+    names |= {"input_padding_mask": "key_padding_mask"}
+    call |= {names[name]: value for name, value in arguments(device).items() if name in names}
+    # It takes any keyword and reads none.
+    call["residual"] = tensor(QUERIES)
+    expected = run(attention, call)
+    dm.patch(attention, backend="triton")
+    with launches(1):
+        close_all(run(attention, call), expected)
