@@ -36,6 +36,7 @@ RECORD_BYTES, RECORD = 24 << 20, 16
 MAX_POINTS = 64  # all are unrolled
 STATIC_BYTES = 2 << 10  # of shared memory, at most, that a block of the count and CUDA itself take beside
 MAX_INDEX = 2**31 - 1
+ALIGNMENT = 256  # bytes, of arrays in scratch memory
 
 
 class Problem(NamedTuple):
@@ -249,6 +250,14 @@ def tiling(
     return Tiling(keys, level_keys, blocks, partials, *counting, warps, grids)
 
 
+def _scratch(device: torch.device, *sizes: int) -> tuple[Tensor, list[int]]:
+    """Memory for arrays of so many bytes, and where each begins: one allocation takes less time than several."""
+    ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    first = memory.data_ptr()
+    return memory, [first, *(first + end for end in ends[:-1])]
+
+
 def msda_backward_value(operands, grad_value, tiling: Tiling, num_points, softmax, offset_scale) -> None:
     """Writes every row of the value's gradient.
 
@@ -272,16 +281,14 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
     sort = _kernel(problem, device.index, "msda_sort", f"3P{grids}3i4P3if")
     gather = _kernel(problem, device.index, "msda_gather", f"P{grids}2i4PiP3i")
 
-    places = torch.empty(pairs * keys * chunks + 1, dtype=torch.int32, device=device)
-    ranks = torch.empty(pairs * per_pair, dtype=torch.int16, device=device)
     at_once = -(-pairs // -(-pairs // max(1, RECORD_BYTES // (RECORD * per_pair))))
-    records = torch.empty(at_once * per_pair * RECORD, dtype=torch.uint8, device=device)
-    partials = torch.empty(
-        at_once * all_partials * TILE_X * TILE_Y * problem.channels, dtype=torch.float32, device=device
-    )
-    arrived = torch.empty(at_once * all_partials, dtype=torch.int32, device=device)
+    counts, sums = pairs * keys * chunks + 1, at_once * all_partials
+    scratch, (place, rank, record, partial, arrival) = _scratch(
+        device, 4 * counts, 2 * pairs * per_pair, RECORD * at_once * per_pair,
+        4 * sums * TILE_X * TILE_Y * problem.channels, 4 * sums,
+    )  # fmt: skip
     inputs = _pointers(reference, points, weights)
-    place, rank, record, partial, arrival, result = _pointers(places, ranks, records, partials, arrived, grad_value)
+    from_grad, result = _pointers(grad, grad_value)
 
     levels = len(num_points)
     blocks = (chunks, levels, pairs)
@@ -290,6 +297,7 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
         shared_bytes=tiling.shared_bytes,
     )  # fmt: skip
     if chunks > 1:
+        places = scratch[: 4 * counts].view(torch.int32)
         torch.cumsum(places, 0, dtype=torch.int32, out=places)
     sort_blocks = -(-queries // _sort_queries(problem.num_points))
     for first in range(0, pairs, at_once):
@@ -299,6 +307,6 @@ def _sort_and_gather(operands, grad_value, tiling, num_points, softmax, offset_s
             record, arrival, all_partials, first, queries, offset_scale,
         )  # fmt: skip
         gather(
-            (tiling.blocks, some, 1), 32 * tiling.warps, grad.data_ptr(), tiling.grids, keys, chunks, place, record,
+            (tiling.blocks, some, 1), 32 * tiling.warps, from_grad, tiling.grids, keys, chunks, place, record,
             partial, arrival, all_partials, result, first, value.shape[1], queries,
         )  # fmt: skip
