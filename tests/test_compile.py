@@ -97,16 +97,20 @@ def test_compile_breaks_no_graph_that_upstream_keeps(detector, device, cell):
 def test_compile_of_many_image_sizes_makes_few_graphs():
     """On a GPU alone: torch takes minutes to trace a whole model with symbolic sizes."""
     pytest.importorskip("transformers")
-    model = patched(DETECTORS["hf-deformable-detr-single-scale"], "cuda")
-    pixels, mask = pixels_and_mask(model)
-    graphs = Graphs()
-    compiled = torch.compile(model, backend=graphs, dynamic=True, fullgraph=True)
-    with torch.no_grad():
-        for i in range(20):
-            height, width = 40 + 8 * (i % 5), 104 - 8 * (i // 5)
-            inputs = pixels[..., :height, :width], mask[..., :height, :width]
-            assert relative_error(compiled(*inputs).pred_boxes, model(*inputs).pred_boxes) < 1e-4
-    assert len(graphs) <= 3
+    detector, made = DETECTORS["hf-deformable-detr-single-scale"], []
+    for model in (detector.build().to("cuda"), patched(detector, "cuda")):
+        pixels, mask = pixels_and_mask(model)
+        torch.compiler.reset()
+        graphs = Graphs()
+        compiled = torch.compile(model, backend=graphs, dynamic=True, fullgraph=True)
+        with torch.no_grad():
+            for i in range(20):
+                height, width = 40 + 8 * (i % 5), 104 - 8 * (i // 5)
+                inputs = pixels[..., :height, :width], mask[..., :height, :width]
+                assert relative_error(compiled(*inputs).pred_boxes, model(*inputs).pred_boxes) < 1e-4
+        made.append(len(graphs))
+    upstream, ours = made
+    assert ours <= upstream < 10
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -236,9 +240,9 @@ def test_manual_cuda_graph_of_a_patched_model(name, cell):
         print("patched", capture(dm.patch(model)), dm.call_counts["msda_forward"] > 0)
     """
     result = fresh_process(script)
-    if result.returncode and "capturing" in result.stderr:
+    if result.returncode and "captur" in result.stderr:
         upstream = fresh_process(script.replace("dm.patch(model)", "model"))
-        assert upstream.returncode and "capturing" in upstream.stderr, result.stderr[-3000:]
+        assert upstream.returncode and "captur" in upstream.stderr, result.stderr[-3000:]
         pytest.skip(f"upstream's own model cannot be captured: {upstream.stderr.strip().splitlines()[-1][:200]}")
     assert result.returncode == 0, result.stderr[-3000:]
     _, error, ran = result.stdout.split()

