@@ -47,7 +47,8 @@ def compile_source(source: str, architecture: str, options: Sequence[str] = ()) 
     program = ctypes.c_void_p()
     arguments = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
     flags = (ctypes.c_char_p * len(arguments))(*(a.encode() for a in arguments))
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"msda.cu", 0, None, None)
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"msda.cu", 0, None, None):
+        raise RuntimeError("NVRTC cannot begin to compile: it is out of memory")
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(arguments), flags)
         if failed:

@@ -463,6 +463,7 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
         (["--lr", "nan"], "--lr nan: it has to be positive"),
         (["--weight-decay", -1], "--weight-decay -1.0: the least is 0"),
         (["--backbone-scale", -1], "--backbone-scale -1.0: the least is 0"),
+        (["--warmup", 10**6], "--warmup 1000000: the whole training has "),
         (["--ema", 2], "--ema 2.0: it is a decay between 0 and 1"),
         (["--image-size", 100], "--image-size 100: use a multiple of 32"),
         (["--model", "mask3former"], "unknown checkpoint 'mask3former'"),

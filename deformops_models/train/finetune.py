@@ -126,6 +126,8 @@ class _Training:
         micro_batch = args.batch_size * accelerator.num_processes
         self.steps_per_epoch = -(-len(self.train.images) // (micro_batch * args.accumulate))
         self.steps = args.epochs * self.steps_per_epoch
+        if args.warmup is not None and args.warmup > self.steps:
+            raise UsageError(f"--warmup {args.warmup}: the whole training has {self.steps} steps")
         self.images_per_step = micro_batch * args.accumulate
         self._restore_or_begin()
 
