@@ -236,12 +236,14 @@ def aoti_in_a_fresh_process(program, inputs: tuple[Tensor, ...], folder, **varia
         sys.modules |= dict.fromkeys(("deformops_models", "transformers", "triton"))
         import torch
 
+        program = torch._inductor.aoti_load_package(r"{path}")
         with torch.inference_mode():
-            outputs = torch._inductor.aoti_load_package(r"{path}")(*torch.load(r"{folder}/inputs.pt"))
+            outputs = program(*torch.load(r"{folder}/inputs.pt"))
         torch.save(outputs, r"{folder}/outputs.pt")
+        print("saved")
     """
-    result = fresh_process(script, **variables)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = fresh_process(script, PYTHONFAULTHANDLER="1", **variables)
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     return torch.load(folder / "outputs.pt")
 
 
