@@ -378,6 +378,7 @@ FAMILIES = (
             "kwargs",
         ),
         "loss",
+        ("loss_function",),
     ),
 )
 

@@ -611,6 +611,20 @@ def test_a_loss_function_that_is_not_upstreams_is_left_alone(detr):
     assert dm.report(detr).skipped[0].reason == "its loss_type is ForObjectDetection"
 
 
+@pytest.mark.parametrize("kind", [lambda mine: mine, property], ids=["method", "property"])
+def test_a_loss_function_of_a_subclass_is_left_alone(detr, kind):
+    def mine(self, *args):
+        return "mine"
+
+    detr.__class__ = type("Mine", (type(detr),), {"loss_function": kind(mine)})
+    before = detr.loss_function
+    dm.patch(detr)
+    (entry,) = dm.report(detr).skipped
+    assert (entry.name, entry.reason) == ("", "it has methods of its own or lacks them: loss_function")
+    assert detr.loss_function == before
+    assert vars(dm.unpatch(detr)).keys().isdisjoint({"loss_function", "_loss_function"})
+
+
 # The swap
 
 
