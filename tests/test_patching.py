@@ -203,6 +203,15 @@ def test_a_subclass_that_overrides_the_forward_is_left_alone(attention):
     assert entry.reason.endswith("is not known")
 
 
+def test_a_module_that_samples_by_a_core_of_its_own_is_left_alone():
+    attention = transformers_attention("deformable_detr")
+    attention.attn.__class__ = type("Same", (type(attention.attn),), {})
+    assert isinstance(dm.unpatch(dm.patch(attention)).attn, nn.Module)
+    attention.attn = type("Mine", (type(attention.attn),), {"forward": lambda self, value, *args: value})()
+    with pytest.raises(dm.PatchError, match=r"\(root\): .*: its attn is a .*\.Mine with a forward of its own"):
+        dm.patch(attention)
+
+
 def test_an_overridden_step_of_the_forward_still_runs(device):
     attention = transformers_attention("mask2former").to(device)
 
