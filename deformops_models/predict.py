@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     require("transformers", "PIL", "tqdm")
     from tqdm import tqdm
 
+    if not args.model:
+        raise UsageError("--model is empty: give an alias of a checkpoint or a local model folder")
     images = _find_images(args.images)
     device = pick_device(args.device)
     model = hub.local_name(args.model)
@@ -232,7 +234,7 @@ def folder_loader(folder: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"--model {folder}: cannot read its config.json: {error}") from None
     loaders = {"mask2former": "Mask2Former", "deformable_detr": "DeformableDETR"}
-    if kind not in loaders:
+    if not isinstance(kind, str) or kind not in loaders:
         raise UsageError(f"--model {folder}: model_type {kind!r} is not supported: {' and '.join(loaders)} are")
     return loaders[kind]
 
