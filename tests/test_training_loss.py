@@ -571,7 +571,7 @@ def test_a_loss_with_another_forward_is_reported(criterion):
     dm.patch(criterion, parts=PARTS)
     assert criterion() == "mine"
     entries = {e.name: e.reason for e in dm.report(criterion).skipped}
-    assert entries == {"": f"class {__name__}.Mine is not known"}
+    assert entries[""].startswith(f"class {__name__}.Mine has another forward than transformers.models.")
 
 
 def test_unknown_signatures_are_left_alone(criterion, detr, monkeypatch):
