@@ -136,6 +136,8 @@ def _find_images(arguments: Iterable[str]) -> list[Path]:
     """Files as they are given, folders as the sorted images in them; every one exists and has an image's header."""
     found: dict[Path, Path] = {}
     for argument in arguments:
+        if not argument:
+            raise UsageError("an IMAGE is empty: name a file or a folder, or . for the current one")
         path = Path(argument).expanduser()
         try:
             if path.is_dir():

@@ -427,6 +427,8 @@ def bad_inputs(tmp_path, photo, model):
         "no such folder": [str(photo), "--model", "./nowhere", *out],
         "'bert' is not supported": [str(photo), "--model", str(other), *out],
         "['deformable_detr'] is not supported": [str(photo), "--model", str(listed), *out],
+        "an IMAGE is empty": ["", "--model", str(model), *out],
+        "--out is empty": [str(photo), "--model", str(model), "--out", ""],
         "--model is empty": [str(photo), "--model", "", *out],
         "neither a config.json": [str(photo), "--model", str(bare), *out],
         "cannot read its config.json": [str(photo), "--model", str(broken), *out],
