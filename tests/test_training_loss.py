@@ -472,6 +472,23 @@ def test_boxes_that_are_not_finite_are_named(detr, case):
         detr.loss_function(classes[-1], labels, "cpu", boxes[-1], detr.config, classes, boxes)
 
 
+def test_labels_that_do_not_fit_each_other_are_named(criterion, detr):
+    problem = mask_problem((3, 1))
+    dm.patch(criterion, parts=PARTS)
+    masks, names = problem["mask_labels"], problem["class_labels"]
+    with pytest.raises(ValueError, match="^image 1 has 1 class_labels and 3 mask_labels: give one of each per object"):
+        criterion(**problem | {"mask_labels": [masks[0], masks[0]]})
+    with pytest.raises(ValueError, match="^image 1 has 1 class_labels and 3 mask_labels"):
+        criterion.matcher(problem["masks_queries_logits"], problem["class_queries_logits"], [masks[0]] * 2, names)
+    with pytest.raises(ValueError, match="^class_labels and mask_labels are of 1 and 2 images, the predictions of 2: "):
+        criterion(**problem | {"class_labels": names[:1]})
+    classes, boxes, labels = box_problem((3, 1), 2)
+    labels[1]["class_labels"] = labels[0]["class_labels"]
+    dm.patch(detr, parts=PARTS)
+    with pytest.raises(ValueError, match="^image 1 has 3 class_labels and 1 boxes: give one of each per object"):
+        detr.loss_function(classes[-1], labels, "cpu", boxes[-1], detr.config, classes, boxes)
+
+
 def test_padding_that_is_not_finite_is_no_error():
     costs = torch.zeros(1, 2, 3, 2)
     costs[0, 1, :, 1] = torch.nan
