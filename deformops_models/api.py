@@ -123,7 +123,8 @@ def _run(
             raise TypeError(f"{name} is a {type(operand).__name__}: a torch.Tensor is expected")
     if boxes is not None and not isinstance(boxes, Tensor):
         raise TypeError(f"reference_points is a {type(boxes).__name__}: a torch.Tensor is expected")
-    if num_points is not None and (isinstance(num_points, int) or any(not isinstance(k, int) for k in num_points)):
+    listed = num_points is None or isinstance(num_points, Sequence)
+    if not listed or any(not isinstance(k, int) for k in num_points or ()):
         raise TypeError(f"num_points={num_points!r}: one whole number per level is expected")
     value, points, weights = operands.values()
     # The same shapes come again and again; a tracer's symbols and stand-ins cannot be looked up.

@@ -66,6 +66,8 @@ def pick_device(name: str | None) -> "torch.device":
 
 def output_folder(path: str) -> Path:
     """Makes the folder with its parents and checks that it can be written."""
+    if not path:
+        raise UsageError("--out is empty: name a folder, or . for the current one")
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

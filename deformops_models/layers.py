@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deformops_models.api import MAX_LEVELS, deformable_attention
 from deformops_models.backend import Backend, as_backend
-from deformops_models.layout import Sizes, Starts
+from deformops_models.layout import Sizes, Starts, count_levels
 
 
 class MultiScaleDeformAttn2d(nn.Module):
@@ -31,11 +31,16 @@ class MultiScaleDeformAttn2d(nn.Module):
         backend: Backend | str | None = None,
     ):
         super().__init__()
+        for name, number in (("dim", dim), ("num_heads", num_heads), ("num_levels", num_levels)):
+            if not isinstance(number, int):
+                raise TypeError(f"{name}={number!r}: a whole number is expected")
         if num_heads < 1 or dim < 1 or dim % num_heads:
             raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
         if not 1 <= num_levels <= MAX_LEVELS:
             raise ValueError(f"num_levels={num_levels}: 1 to {MAX_LEVELS} are supported")
-        counts = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
+        counts = list(num_points) if isinstance(num_points, Sequence) else [num_points] * num_levels
+        if not all(isinstance(count, int) for count in counts):
+            raise TypeError(f"num_points={num_points!r}: one whole number, or one per level, is expected")
         if len(counts) != num_levels or min(counts, default=0) < 1:
             raise ValueError(f"num_points={num_points} must be positive, one count or {num_levels} of them")
         self.dim, self.num_heads, self.num_levels, self.num_points = dim, num_heads, num_levels, counts
@@ -75,10 +80,14 @@ class MultiScaleDeformAttn2d(nn.Module):
         `spatial_shapes` and `level_start_index` are as for `msda`. Returns (B, Q, dim).
         """
         for name, tensor in (("query", query), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is expected")
             if tensor.dim() != 3 or tensor.shape[2] != self.dim or tensor.shape[0] != query.shape[0]:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}: ({query.shape[0]}, N, {self.dim}) is expected"
                 )
+        if (levels := count_levels(spatial_shapes)) != self.num_levels:
+            raise ValueError(f"spatial_shapes has {levels} levels, the layer was made for num_levels={self.num_levels}")
         batch, queries = query.shape[:2]
         split = (batch, queries, self.num_heads, sum(self.num_points))
         value = self.value_proj(value)

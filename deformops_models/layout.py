@@ -1,6 +1,6 @@
 """Where each level lies in the value's rows: sizes and first rows, as numbers or as tensors on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -46,6 +46,7 @@ def host_layout(shapes: Sizes, starts: Starts, rows: int) -> tuple[list[tuple[in
                 )
     sizes = [(height, width) for height, width in (shapes.tolist() if isinstance(shapes, Tensor) else shapes)]
     _check_starts_type(starts)
+    _check_numbers("spatial_shapes", (side for pair in sizes for side in pair))
     if starts is None:
         first_rows = level_starts(sizes)
     elif isinstance(starts, Tensor):
@@ -53,6 +54,7 @@ def host_layout(shapes: Sizes, starts: Starts, rows: int) -> tuple[list[tuple[in
         first_rows = starts.tolist()
     else:
         first_rows = list(starts)
+        _check_numbers("level_start_index", first_rows)
         if len(first_rows) != len(sizes):
             raise ValueError(f"level_start_index has {len(first_rows)} entries but there are {len(sizes)} levels")
     _check_rows(sizes, first_rows, rows)
@@ -186,6 +188,12 @@ def _check_ints(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} has dtype {tensor.dtype}: use int64 or int32")
 
 
+def _check_numbers(name: str, numbers: Iterable) -> None:
+    for number in numbers:
+        if number is None or isinstance(number, float | str | list | tuple):
+            raise TypeError(f"{name} holds {number!r}: use integers")
+
+
 def _check_starts_type(starts: Starts) -> None:
     if starts is not None and not isinstance(starts, Tensor | Sequence):
         raise TypeError(f"level_start_index is a {type(starts).__name__}: a tensor, a list or None is expected")
@@ -198,10 +206,6 @@ def _check_starts(starts: Tensor, levels: int) -> None:
 
 def _check_rows(sizes: list[tuple[int, int]], starts: list[int], rows: int) -> None:
     for level, ((height, width), start) in enumerate(zip(sizes, starts, strict=True)):
-        if isinstance(height, float) or isinstance(width, float) or isinstance(start, float):
-            raise TypeError(
-                f"spatial_shapes and level_start_index hold {height}, {width}, {start} for level {level}: use integers"
-            )
         if height < 0 or width < 0 or start < 0 or start + height * width > rows:
             raise ValueError(
                 f"spatial_shapes and level_start_index put level {level} ({height}×{width}) at rows {start} to "

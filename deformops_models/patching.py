@@ -222,10 +222,11 @@ def _patch(
     model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None, parts: Collection[str]
 ) -> dict[nn.Module, str]:
     """As `patch`; returns the modules that were not patched before, and their names."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: patch takes a torch.nn.Module")
-    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+    _check_model(model)
+    if isinstance(parts, str) or not isinstance(parts, Collection) or any(part not in PARTS for part in parts):
         raise ValueError(f"parts={parts!r}: give some of {', '.join(PARTS)} as a tuple")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter is a {type(filter).__name__}: give a function of a module and its name")
     plan, patched_before, skipped = [], [], []
     for name, module in model.named_modules():
         if (family := family_of(type(module))) is None:
@@ -241,7 +242,7 @@ def _patch(
             (patched_before if family.is_patched(module) else plan).append((name, module, family))
     needed = {"attention"} & set(parts) or set(parts)
     if strict and not any(family.part in needed for _, _, family in (*plan, *patched_before)):
-        raise PatchError(_nothing_matched(model, skipped))
+        raise PatchError(_nothing_matched(model, skipped, needed))
     done = {}
     try:
         for name, module, family in plan:
@@ -255,6 +256,11 @@ def _patch(
         _filtered.pop(module, None)
         _set_backend(module, backend)
     return done
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: a torch.nn.Module is expected")
 
 
 def _left_out(
@@ -279,6 +285,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         PatchError: another library has put a class of its own on top of a patched module (FSDP2's `fully_shard`) or
             replaced its forward. The model is as it was before.
     """
+    _check_model(model)
     _restore({m: name for name, m in model.named_modules()})
     return model
 
@@ -297,6 +304,7 @@ def _restore(modules: dict[nn.Module, str]) -> None:
 @contextlib.contextmanager
 def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
     """Patches `model` inside a with-block, with the options of `patch`; modules patched before stay so."""
+    _check_model(model)
     options = {"backend": None, "strict": True, "filter": None, "parts": PARTS} | options
     options["backend"] = as_backend(options["backend"])
     before = {m: m.__dict__.get("deformops_backend") for m in model.modules() if isinstance(m, PatchedModule)}
@@ -312,12 +320,16 @@ def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
 
 def report(model: nn.Module) -> Report:
     """Lists every module that could be patched: swapped and what it will run, or left alone and why."""
+    _check_model(model)
     result = Report()
     for name, module in model.named_modules():
         cls = type(module)
         family = family_of(cls)
         if family is None:
-            if _samples_offsets(module) or _known_base(cls):
+            if base := _known_base(cls):
+                reason = f"class {_full_name(cls)} has another forward than {_full_name(base)}"
+                result.skipped.append(Entry(name, cls.__name__, None, reason))
+            elif _samples_offsets(module):
                 reason = f"class {_full_name(cls)} is not known"
                 result.skipped.append(Entry(name, cls.__name__, None, reason))
         elif family.is_patched(module):
@@ -427,8 +439,9 @@ def _samples_offsets(module: nn.Module) -> bool:
     return isinstance(module._modules.get("sampling_offsets"), nn.Module)
 
 
-def _nothing_matched(model: nn.Module, skipped: list[Entry]) -> str:
-    lines = [f"no deformable attention was patched in {type(model).__name__}"]
+def _nothing_matched(model: nn.Module, skipped: list[Entry], needed: Collection[str]) -> str:
+    parts = "deformable attention" if "attention" in needed else " or ".join(p for p in PARTS if p in needed)
+    lines = [f"no {parts or 'part'} was patched in {type(model).__name__}"]
     if skipped:
         lines += [f"  {entry}" for entry in skipped]
     else:

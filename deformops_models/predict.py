@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     require("transformers", "PIL", "tqdm")
     from tqdm import tqdm
 
+    if not args.model:
+        raise UsageError("--model is empty: give an alias of a checkpoint or a local model folder")
     images = _find_images(args.images)
     device = pick_device(args.device)
     model = hub.local_name(args.model)
@@ -134,6 +136,8 @@ def _find_images(arguments: Iterable[str]) -> list[Path]:
     """Files as they are given, folders as the sorted images in them; every one exists and has an image's header."""
     found: dict[Path, Path] = {}
     for argument in arguments:
+        if not argument:
+            raise UsageError("an IMAGE is empty: name a file or a folder, or . for the current one")
         path = Path(argument).expanduser()
         try:
             if path.is_dir():
@@ -232,7 +236,7 @@ def folder_loader(folder: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"--model {folder}: cannot read its config.json: {error}") from None
     loaders = {"mask2former": "Mask2Former", "deformable_detr": "DeformableDETR"}
-    if kind not in loaders:
+    if not isinstance(kind, str) or kind not in loaders:
         raise UsageError(f"--model {folder}: model_type {kind!r} is not supported: {' and '.join(loaders)} are")
     return loaders[kind]
 

@@ -2,7 +2,7 @@
 
 import math
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deformops_models import patching
 from deformops_models.api import deformable_attention
@@ -269,8 +269,20 @@ _D_FINE = (
     "kwargs",
 )
 
+
+class _WithCore(Family):
+    def obstacle(self, module: nn.Module) -> str | None:
+        if reason := super().obstacle(module):
+            return reason
+        # The adapters do its work themselves; those of `kernelize` are put on the instance.
+        core = type(module._modules.get("attn"))
+        if issubclass(core, nn.Module) and core.forward.__module__ != self.module:
+            return f"its attn is a {core.__module__}.{core.__qualname__} with a forward of its own"
+        return None
+
+
 FAMILIES = tuple(
-    Family(
+    _WithCore(
         name,
         "transformers",
         f"transformers.models.{name}.modeling_{name}",

@@ -45,6 +45,7 @@ def _layer_name(suffix: str) -> str:
 class _HungarianMatcher(PatchedModule):
     @torch.no_grad()
     def forward(self, masks_queries_logits, class_queries_logits, mask_labels, class_labels):
+        _check_labels("class_labels", class_labels, "mask_labels", mask_labels, len(masks_queries_logits))
         points = self.draw_points(masks_queries_logits)
         predictions = [(masks_queries_logits, class_queries_logits)]
         return self.match(predictions, mask_labels, class_labels, [points], ["the predictions"])[0]
@@ -102,6 +103,7 @@ class _Mask2FormerLoss(PatchedModule):
     def forward(
         self, masks_queries_logits, class_queries_logits, mask_labels, class_labels, auxiliary_predictions=None
     ):
+        _check_labels("class_labels", class_labels, "mask_labels", mask_labels, len(masks_queries_logits))
         predictions = [(masks_queries_logits, class_queries_logits)]
         for layer in auxiliary_predictions or ():
             predictions.append((layer["masks_queries_logits"], layer["class_queries_logits"]))
@@ -260,6 +262,7 @@ def _box_losses(classes: Tensor, boxes: Tensor, labels: list[dict], config, laye
     object_classes = [label["class_labels"] for label in labels]
     object_boxes = [label["boxes"].reshape(-1, 4).to(boxes) for label in labels]
     counts = [len(label) for label in object_boxes]
+    _check_labels("class_labels", object_classes, "boxes", object_boxes, classes.shape[1])
     pairs = _match_boxes(classes.detach(), boxes.detach(), object_classes, object_boxes, config, layers)
     indices = [*flat_indices(pairs, classes.shape[2], counts), torch.tensor(counts)]
     queries, objects, lengths = upload(indices, classes.device)
@@ -290,6 +293,17 @@ def _match_boxes(classes, boxes, object_classes, object_boxes, config, layers) -
     checks = {"class logits": classes, "boxes": boxes}
     checks = {name: torch.stack(t.flatten(1).aminmax(dim=1), 1) for name, t in checks.items()}
     return assign(costs, [len(b) for b in object_boxes], checks, layers)
+
+
+def _check_labels(name: str, labels: list[Tensor], other: str, others: list[Tensor], images: int) -> None:
+    if not len(labels) == len(others) == images:
+        raise ValueError(
+            f"{name} and {other} are of {len(labels)} and {len(others)} images, the predictions of {images}: give both "
+            "for each image, empty ones for an image without objects"
+        )
+    for image, (one, two) in enumerate(zip(labels, others, strict=True)):
+        if len(one) != len(two):
+            raise ValueError(f"image {image} has {len(one)} {name} and {len(two)} {other}: give one of each per object")
 
 
 def _mean_over_processes(count: int, device: torch.device) -> Tensor | float:
@@ -378,6 +392,7 @@ FAMILIES = (
             "kwargs",
         ),
         "loss",
+        ("loss_function",),
     ),
 )
 

@@ -409,9 +409,10 @@ def bad_inputs(tmp_path, photo, model):
     text.write_text("no image")
     empty.mkdir()
     taken.write_text("a file")
-    other, bare, broken = tmp_path / "other", tmp_path / "bare", tmp_path / "broken"
-    for folder in (other, bare, broken):
+    other, bare, broken, listed = (tmp_path / name for name in ("other", "bare", "broken", "listed"))
+    for folder in (other, bare, broken, listed):
         folder.mkdir()
+    (listed / "config.json").write_text('{"model_type": ["deformable_detr"]}')
     (other / "config.json").write_text('{"model_type": "bert"}')
     (broken / "config.json").write_text("{")
     out = ["--out", str(tmp_path / "out")]
@@ -425,6 +426,10 @@ def bad_inputs(tmp_path, photo, model):
         ],
         "no such folder": [str(photo), "--model", "./nowhere", *out],
         "'bert' is not supported": [str(photo), "--model", str(other), *out],
+        "['deformable_detr'] is not supported": [str(photo), "--model", str(listed), *out],
+        "an IMAGE is empty": ["", "--model", str(model), *out],
+        "--out is empty": [str(photo), "--model", str(model), "--out", ""],
+        "--model is empty": [str(photo), "--model", "", *out],
         "neither a config.json": [str(photo), "--model", str(bare), *out],
         "cannot read its config.json": [str(photo), "--model", str(broken), *out],
         "unknown dtype 'int3'": [*good, "--dtype", "int3"],

@@ -316,6 +316,26 @@ def test_a_damaged_config_is_one_line(tmp_path, change):
     assert "\n" not in str(caught.value)
 
 
+def test_other_sizes_than_the_configs_are_named(tmp_path):
+    tiny_deformable_detr().save_pretrained(tmp_path)
+    text = (
+        rf"^cannot load {tmp_path}: it holds model.query_position_embeddings.weight with shape \(5, 64\), its config "
+        r"asks for \(7, 64\): correct the config, or pass ignore_mismatched_sizes=True"
+    )
+    with pytest.raises(hub.CheckpointError, match=text):
+        hub.DeformableDETR.from_pretrained(tmp_path, num_queries=7)
+    model = hub.DeformableDETR.from_pretrained(tmp_path, num_queries=7, ignore_mismatched_sizes=True, strict=False)
+    assert model.config.num_queries == 7
+
+
+@pytest.mark.parametrize("kind", [["deformable_detr"], {"a": 1}, None, 7], ids=str)
+def test_a_model_type_that_is_no_name(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    text = f"its config.json says model_type {kind!r}; known are"
+    with pytest.raises(hub.CheckpointError, match=re.escape(text)):
+        hub.from_pretrained(tmp_path)
+
+
 def test_doubtful_repo_is_said_to_be_one(tmp_path):
     with pytest.raises(hub.CheckpointError, match="it may not exist on the Hub"):
         hub.Mask2Former.from_pretrained(
@@ -371,6 +391,23 @@ def test_folder_without_weights(saved, tmp_path):
     (tmp_path / "config.json").write_bytes((saved[0] / "config.json").read_bytes())
     with pytest.raises(hub.CheckpointError, match=f"cannot load {tmp_path}: .*no file named model.safetensors"):
         hub.Mask2Former.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "load", [hub.from_pretrained, hub.Mask2Former.from_pretrained, hub.DINO.from_pretrained, hub.DINO.processor]
+)
+def test_an_empty_name_is_not_the_working_folder(load, tmp_path, monkeypatch):
+    (tmp_path / "config.py").write_text("raise SystemExit('was run')")
+    (tmp_path / "weights.pth").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(hub.CheckpointError, match="the name of the checkpoint is empty"):
+        load("")
+
+
+def test_a_shipped_model_that_is_missing_says_how_to_make_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(hub.SHIPPED, "shapes-tiny", tmp_path)
+    with pytest.raises(hub.CheckpointError, match="holds no weights of shapes-tiny: .* finetune --model shapes-tiny"):
+        hub.from_pretrained("shapes-tiny")
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing", "a/b/c"])

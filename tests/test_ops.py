@@ -337,6 +337,28 @@ def test_layer_errors(options, text):
         dm.MultiScaleDeformAttn2d(**options)
 
 
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"dim": 32.0}, "dim=32.0: a whole number"),
+        ({"dim": 32, "num_heads": "8"}, "num_heads='8': a whole number"),
+        ({"dim": 32, "num_points": 4.0}, "num_points=4.0: one whole number, or one per level"),
+        ({"dim": 32, "num_levels": 2, "num_points": [4.0, 2.0]}, r"num_points=\[4.0, 2.0\]: one whole number, or one"),
+    ],
+)
+def test_layer_of_other_types(options, text):
+    with pytest.raises(TypeError, match=text):
+        dm.MultiScaleDeformAttn2d(**options)
+
+
+def test_calls_that_do_not_fit_the_layer():
+    layer, states, reference = dm.MultiScaleDeformAttn2d(32, 2, 2), torch.randn(1, 20, 32), torch.rand(1, 20, 1, 2)
+    with pytest.raises(ValueError, match="spatial_shapes has 1 levels, the layer was made for num_levels=2"):
+        layer(states, reference, states, [(4, 5)])
+    with pytest.raises(TypeError, match="value is a ndarray: a torch.Tensor is expected"):
+        layer(states, reference, states.numpy(), [(4, 5)])
+
+
 def _msda(**changes):
     good = {
         "value": torch.randn(2, 57, 2, 16),
@@ -483,7 +505,7 @@ ERRORS = [
         _msda,
         {"spatial_shapes": [(5.0, 9), (3, 4)]},
         TypeError,
-        "spatial_shapes and level_start_index hold 5.0, 9, 0 for level 0: use integers",
+        "spatial_shapes holds 5.0: use integers",
     ),
     (
         _msda,
@@ -669,6 +691,12 @@ def test_levels_without_pixels_sample_nothing(device, backend):
         ({"attention_weights": None}, "attention_weights is a NoneType"),
         ({"spatial_shapes": 5}, "spatial_shapes is a int: a tensor or a list of pairs"),
         ({"level_start_index": 0}, "level_start_index is a int: a tensor, a list or None"),
+        ({"spatial_shapes": [("5", "9"), (3, 4)]}, "spatial_shapes holds '5': use integers"),
+        ({"spatial_shapes": [(5, 9), (3, None)]}, "spatial_shapes holds None: use integers"),
+        ({"spatial_shapes": [(5, 9), (3.0, 4)]}, "spatial_shapes holds 3.0: use integers"),
+        ({"level_start_index": [[0], [45]]}, r"level_start_index holds \[0\]: use integers"),
+        ({"level_start_index": [0, None]}, "level_start_index holds None: use integers"),
+        ({"num_points": 4.0}, "num_points=4.0: one whole number per level"),
         ({"num_points": 4}, "num_points=4: one whole number per level"),
         ({"num_points": [4.5, 3.5]}, r"num_points=\[4.5, 3.5\]: one whole number per level"),
     ],

@@ -200,7 +200,16 @@ def test_a_subclass_that_overrides_the_forward_is_left_alone(attention):
     dm.patch(attention, strict=False)
     assert attention(**arguments(attention)) == "mine"
     (entry,) = dm.report(attention).skipped
-    assert entry.reason.endswith("is not known")
+    assert " has another forward than transformers.models." in entry.reason
+
+
+def test_a_module_that_samples_by_a_core_of_its_own_is_left_alone():
+    attention = transformers_attention("deformable_detr")
+    attention.attn.__class__ = type("Same", (type(attention.attn),), {})
+    assert isinstance(dm.unpatch(dm.patch(attention)).attn, nn.Module)
+    attention.attn = type("Mine", (type(attention.attn),), {"forward": lambda self, value, *args: value})()
+    with pytest.raises(dm.PatchError, match=r"\(root\): .*: its attn is a .*\.Mine with a forward of its own"):
+        dm.patch(attention)
 
 
 def test_an_overridden_step_of_the_forward_still_runs(device):
@@ -328,6 +337,16 @@ def test_wrong_arguments(attention):
         pass
     with pytest.raises(TypeError, match="model is a list"):
         dm.patch([attention])
+    for parts in (None, iter(("attention",)), (["attention"],), ("attn",)):
+        with pytest.raises(ValueError, match="parts=.*: give some of attention, matcher, loss, mask_predictor as a"):
+            dm.patch(attention, parts=parts)
+    with pytest.raises(TypeError, match="filter is a str: give a function of a module and its name"):
+        dm.patch(attention, filter="encoder")
+    with pytest.raises(dm.PatchError, match="^no matcher or loss was patched in "):
+        dm.patch(attention, parts=("loss", "matcher"))
+    for call in (dm.unpatch, dm.report, lambda model: dm.patched(model).__enter__()):
+        with pytest.raises(TypeError, match="model is a NoneType: a torch.nn.Module is expected"):
+            call(None)
     with pytest.raises(TypeError), dm.patched(attention, no_such_option=1):
         pass
     assert not isinstance(attention, PatchedModule)

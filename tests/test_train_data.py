@@ -197,6 +197,8 @@ BROKEN = {
     "area is zero: empty run lengths": _rle([None]),
     "area is not a finite number: 12": _first(area="12"),
     "area is not a finite number: nan": _first(area=float("nan")),
+    "iscrowd is neither 0 nor 1: no": _first(iscrowd="no"),
+    "iscrowd is neither 0 nor 1: None": _first(iscrowd=None),
     "area is not a finite number: None": _first(area=None),
     "no such file": _image(file_name="gone.jpg"),
     "file_name is missing": _image(file_name=None),

@@ -43,6 +43,8 @@ def from_pretrained(name_or_path: str | Path, *args: Any, **kwargs: Any) -> nn.M
     Raises:
         CheckpointError: as there.
     """
+    if not str(name_or_path):
+        raise CheckpointError("the name of the checkpoint is empty")
     path, row = Path(name_or_path).expanduser(), find(str(name_or_path))
     mmdet = any(path.glob("*.py")) and not (path / "config.json").is_file() if path.is_dir() else path.suffix == ".py"
     if mmdet or (not path.is_dir() and row is not None and row.framework == "mmdet"):

@@ -93,6 +93,11 @@ def find_checkpoint(alias_or_repo: str) -> Checkpoint:
     """
     if row := find(alias_or_repo):
         return row
+    if alias_or_repo in SHIPPED:
+        raise CheckpointError(
+            f"this build of deformops-models holds no weights of {alias_or_repo}: name another checkpoint, or train it "
+            f"by `deformops-models finetune --model {alias_or_repo}` and pass its folder best/"
+        )
     near = difflib.get_close_matches(alias_or_repo.lower(), [row.alias for row in checkpoints()], n=3, cutoff=0.5)
     hint = f"nearest: {', '.join(near)}" if near else "`deformops-models checkpoints` lists them"
     raise CheckpointError(f"unknown checkpoint {alias_or_repo!r}; {hint}")

@@ -77,9 +77,16 @@ class Transformers:
         source, row = cls._locate(name_or_path)
         if dtype is not None:
             upstream_kwargs["dtype"] = dtype if dtype == "auto" else table.as_dtype(dtype)
+        ours = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with _one_error(source, row, upstream_kwargs):
             upstream = cls._model_class(source, upstream_kwargs)
-            model, loaded = upstream.from_pretrained(source, **upstream_kwargs | {"output_loading_info": True})
+            model, loaded = upstream.from_pretrained(source, **upstream_kwargs | ours)
+        if loaded["mismatched_keys"] and not upstream_kwargs.get("ignore_mismatched_sizes"):
+            name, held, asked = min(loaded["mismatched_keys"])
+            raise CheckpointError(
+                f"cannot load {source}: it holds {name} with shape {tuple(held)}, its config asks for {tuple(asked)}: "
+                "correct the config, or pass ignore_mismatched_sizes=True to start such parameters anew"
+            )
         missing = sorted(set(loaded["missing_keys"]) & dict(model.named_parameters()).keys())
         if missing and strict:
             raise CheckpointError(
@@ -145,7 +152,7 @@ class Transformers:
         problem = f"its config.json says model_type {found!r}" if config else "it holds no config.json"
         if cls.model_type not in (None, found):
             raise CheckpointError(f"{source} is no {cls.model_type} checkpoint: {problem}")
-        if found not in MODEL_CLASSES:
+        if not isinstance(found, str) or found not in MODEL_CLASSES:
             raise CheckpointError(f"{source} cannot be loaded: {problem}; known are {', '.join(MODEL_CLASSES)}")
         known, named = MODEL_CLASSES[found], config.get("architectures") or ()
         return _upstream(next((name for name in known if name in named), known[0]))

@@ -214,6 +214,8 @@ def _annotation_problem(
         return f"area is not a finite number: {area}"
     if w <= 0 or h <= 0 or area <= 0:
         return f"area is zero: box {box}, area {annotation.get('area')}"
+    if annotation.get("iscrowd", 0) not in (0, 1):
+        return f"iscrowd is neither 0 nor 1: {annotation['iscrowd']}"
     if masks:
         return _segmentation_problem(annotation.get("segmentation"), height, width)
     return None

@@ -68,6 +68,8 @@ def find_task(model: str) -> Task:
     """
     if model in CONFIGS:
         return TASKS["Mask2Former"]
+    if not model:
+        raise UsageError("--model is empty: give an alias of a checkpoint or a local model folder")
     path = Path(model).expanduser()
     if path.is_dir():
         name = folder_loader(path)
