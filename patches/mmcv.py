@@ -3,11 +3,14 @@
 import warnings
 
 from deformops_models import patching
-from deformops_models.api import deformable_attention
-from deformops_models.patching import Family, PatchedModule
+from deformops_models.patches.ms_deform_attn import Attention
+from deformops_models.patching import Family
 
 
-class _MultiScaleDeformableAttention(PatchedModule):
+class _MultiScaleDeformableAttention(Attention):
+    def _heads_levels_points(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_levels, self.num_points
+
     def _identity(self, query, identity, kwargs):
         """What is added to the output."""
         if "residual" in kwargs:
@@ -50,24 +53,8 @@ class _MultiScaleDeformableAttention(PatchedModule):
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
-
-        batch, queries, _ = query.shape
-        rows = value.shape[1]
-        value = self.value_proj(value)
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask[..., None], 0.0)
-        split = (batch, queries, self.num_heads, self.num_levels, self.num_points)
         # The operator reads sizes on the device; mmcv's own assert on their sum would wait for it.
-        output = deformable_attention(
-            value.reshape(batch, rows, self.num_heads, -1),
-            spatial_shapes,
-            None,
-            reference_points.expand(batch, queries, -1, -1),
-            self.sampling_offsets(query).reshape(*split, 2),
-            self.attention_weights(query).reshape(split),
-            backend=self.deformops_backend,
-        )
-        output = self.output_proj(output)
+        output = self._attend(query, reference_points, value, spatial_shapes, key_padding_mask)
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity

@@ -13,16 +13,21 @@ from deformops_models.patching import Family, PatchedModule
 _PROJECTIONS = ("sampling_offsets", "attention_weights", "value_proj", "output_proj")
 
 
-class _Attention(PatchedModule):
+class Attention(PatchedModule):
+    """What the original and its descendants do, which differ in names."""
+
+    def _heads_levels_points(self) -> tuple[int, int, int]:
+        return self.n_heads, self.n_levels, self.n_points
+
     def _attend(self, query, reference_points, values, shapes, padding):
         """`padding` (B, S) is True where a pixel is padding; `shapes` are pairs of (H, W) or a tensor of them."""
         batch, queries, _ = query.shape
         value = self.value_proj(values)
         if padding is not None:
             value = value.masked_fill(padding[..., None], 0.0)
-        split = (batch, queries, self.n_heads, self.n_levels, self.n_points)
+        split = (batch, queries, *self._heads_levels_points())
         output = deformable_attention(
-            value.reshape(batch, values.shape[1], self.n_heads, -1),
+            value.reshape(batch, values.shape[1], self._heads_levels_points()[0], -1),
             shapes,
             None,
             reference_points.expand(batch, queries, -1, -1),
@@ -33,7 +38,7 @@ class _Attention(PatchedModule):
         return self.output_proj(output)
 
 
-class _MSDeformAttn(_Attention):
+class _MSDeformAttn(Attention):
     def forward(
         self,
         query,
@@ -61,7 +66,7 @@ class _MSDeformAttn(_Attention):
         return self._attend(query, reference_points, input_flatten, shapes, input_padding_mask)
 
 
-class _Ultralytics(_Attention):
+class _Ultralytics(Attention):
     def forward(self, query, refer_bbox, value, value_shapes, value_mask=None):
         if not self.runs_operator(query):
             return super().forward(query, refer_bbox, value, value_shapes, value_mask)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deformops_models import console, patching
 from deformops_models.backend import call_counts
 from deformops_models.bench.measure import quantiles
+from deformops_models.bench.models import wake_attention
 from deformops_models.bench.record import Recorder, Row, machine, read
 from deformops_models.console import UsageError, require, whole_file
 
@@ -103,10 +104,7 @@ def _time(name: str, work: Work, recorder: Recorder, device: torch.device, repea
     """Records the rows of one family; returns what to print, and whether the kernels ran and the loss is finite."""
     torch.manual_seed(3)
     model = work.build().to(device)
-    for key, module in model.named_modules():
-        # Both start out as zero, which would leave the paths through them untested.
-        if key.endswith(("sampling_offsets", "attention_weights")):
-            nn.init.normal_(module.weight, std=0.02)
+    wake_attention(model)
     row = {"op": OP, "preset": name, "distribution": "random", "dtype": "bfloat16"}
     medians: dict[tuple[str, str], float] = {}
     passed = True

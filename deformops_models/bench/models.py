@@ -176,6 +176,13 @@ def dino(batch: int, height: int = 800, width: int = 1333) -> Detector:
     return Detector(model, torch.randn(batch, 3, height, width), samples, loss, infer, calls)
 
 
+def wake_attention(model: nn.Module) -> None:
+    """Gives offsets and attention weights something to say: both start out as zero, and the paths through them."""
+    for name, module in model.named_modules():
+        if name.endswith(("sampling_offsets", "attention_weights")):
+            nn.init.normal_(module.weight, std=0.02)
+
+
 def _counts(batch: int) -> list[int]:
     return [_OBJECTS[i % len(_OBJECTS)] for i in range(batch)]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from deformops_models.backend import call_counts
 from deformops_models.bench.measure import Quantiles, quantiles
-from deformops_models.bench.models import MODELS, Detector, on
+from deformops_models.bench.models import MODELS, Detector, on, wake_attention
 from deformops_models.bench.record import Recorder
 from deformops_models.console import missing
 from deformops_models.patching import PARTS as PATCHED
@@ -99,7 +99,10 @@ def _run_model(
     """One model under all providers; yields what failed."""
     torch.manual_seed(3)
     detector = MODELS[name].build()
-    _stir(detector.model)
+    wake_attention(detector.model)
+    for module in detector.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     bench = _Bench(detector, device)
     row = {"preset": name, "distribution": "random", "dtype": "bfloat16"}
     print(f"{title}: {sum(p.numel() for p in detector.model.parameters()) / 1e6:.1f} M parameters", flush=True)
@@ -250,15 +253,6 @@ class _Bench:
                     self.detector.infer(self.model, self.pixels, self.targets)
                 lines.append(line)
         return quantiles([line.times()["total"] for line in lines[_WARM_UP:]])
-
-
-def _stir(model: nn.Module) -> None:
-    """Gives offsets and attention weights something to say: both start out as zero, and the paths through them."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if name.endswith(("sampling_offsets", "attention_weights")):
-            nn.init.normal_(module.weight, std=0.02)
 
 
 def _forget() -> None:
