@@ -203,7 +203,7 @@ def _ran(counts: dict[str, int], passes: int = 1 + _RUNS) -> str:
     parts = []
     if counts["msda_forward"]:
         forward, backward = counts["msda_forward"] // passes, counts["msda_backward"] // passes
-        parts.append(f"Triton, {forward} forward and {backward} backward launches per pass")
+        parts.append(f"kernels, {forward} forward and {backward} backward launches per pass")
     if counts["upstream_forward"]:
         parts.append(f"upstream's own forward, {counts['upstream_forward'] // passes} calls per pass (no GPU in use)")
     return "; ".join(parts) or "none was counted"
