@@ -1,6 +1,9 @@
 // Output of a query and head: LANES threads sum its samples, each a 16-byte piece of the rows.
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+// Blocks per multiprocessor: a thread with up to four samples of its own fits into 48 registers. 0: as the compiler likes.
+constexpr int BLOCKS = SLOTS <= 4 ? 10 : 0;
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
 msda_forward(VALUE *output, const VALUE *value, const long long *shapes, const long long *starts,
              const REFERENCE *reference, const POINT *points, const WEIGHT *weights, int S, int Q, float offset_scale) {
     __shared__ PointLevels levels;
