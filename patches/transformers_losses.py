@@ -191,7 +191,11 @@ def _calls_nothing_else(matcher: nn.Module) -> bool:
 def _padded(mask_labels: list[Tensor]) -> Tensor:
     """Masks of all images (T, 1, H, W), with zeros to the right and below up to the largest size."""
     height, width = (max(labels.shape[axis] for labels in mask_labels) for axis in (1, 2))
-    padded = [F.pad(labels, (0, width - labels.shape[2], 0, height - labels.shape[1])) for labels in mask_labels]
+    padded = [
+        labels if labels.shape[1:] == (height, width)
+        else F.pad(labels, (0, width - labels.shape[2], 0, height - labels.shape[1]))
+        for labels in mask_labels
+    ]  # fmt: skip
     return torch.cat(padded)[:, None]
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from deformops_models.console import UsageError, output_folder, require
@@ -278,21 +277,31 @@ class _Training:
         for sample in samples:
             if isinstance(sample, UsageError):
                 return {"error": str(sample)}
-        pixels = torch.stack([sample["image"] for sample in samples])
+        names = [name for name in samples[0] if name not in ("image", "path")]
         return {
             "paths": [sample["path"] for sample in samples],
-            "inputs": {
-                "pixel_values": pixels,
-                # The padding is part of the square: the processor's inputs have none, in one image at a time.
-                "pixel_mask": torch.ones(len(samples), *pixels.shape[-2:], dtype=torch.int64),
-                **self.task.targets(samples, self.args.image_size),
-            },
+            "pixels": torch.stack([sample["image"] for sample in samples]),
+            # All images' objects in one tensor: each that comes from a worker costs the training process time.
+            "counts": [len(sample["labels"]) for sample in samples],
+            "objects": {name: torch.cat([sample[name] for sample in samples]) for name in names},
+        }
+
+    def _inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The model's inputs out of a batch, on the device."""
+        from accelerate.utils import send_to_device
+
+        pixels, objects = send_to_device(
+            (batch["pixels"], batch["objects"]), self.accelerator.device, non_blocking=True
+        )
+        return {
+            "pixel_values": pixels,
+            # The padding is part of the square: the processor's inputs have none, in one image at a time.
+            "pixel_mask": torch.ones(len(pixels), *pixels.shape[-2:], dtype=torch.int64, device=pixels.device),
+            **self.task.targets(objects, batch["counts"], self.args.image_size),
         }
 
     def _step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
         """One optimizer step; returns its loss, averaged over all processes, its highest rate and gradient norm."""
-        from accelerate.utils import send_to_device
-
         accelerator = self.accelerator
         torch.manual_seed(mix(self.args.seed, self.step, accelerator.process_index))
         self.model.train()
@@ -305,9 +314,7 @@ class _Training:
             if "error" in batch:
                 raise UsageError(batch["error"])
             paths += batch["paths"]
-            inputs = send_to_device(batch["inputs"], accelerator.device, non_blocking=True)
-            # Masks travel in a byte per pixel.
-            inputs = tree_map_only(Tensor, lambda t: t.float() if t.dtype == torch.uint8 else t, inputs)
+            inputs = self._inputs(batch)
             with accelerator.accumulate(self.model), self._named(paths):
                 loss = self.model(**inputs).loss
                 _check_finite("loss", loss)

@@ -51,7 +51,8 @@ class Task:
     masks: bool
     #: Makes a model's loss the same for any number of processes.
     share_count: Callable[[nn.Module], None]
-    targets: Callable[[Sequence[Mapping[str, Tensor]], int], dict[str, Any]]
+    #: The model's targets out of all images' objects, how many each image has, and the edge of the images in pixels.
+    targets: Callable[[Mapping[str, Tensor], list[int], int], dict[str, Any]]
     detect: Callable[[Any, tuple[int, int]], Detections]
 
     @property
@@ -161,7 +162,7 @@ def in_float32(model: nn.Module, task: Task) -> None:
             (name, t)
             for name, value in (*zip(names, args, strict=False), *kwargs.items())
             for t in tree_leaves(value)
-            if isinstance(t, Tensor) and t.is_floating_point()
+            if isinstance(t, Tensor) and t.requires_grad  # predictions; targets were read with care
         ]
         # One wait for the device, not one for each tensor.
         finite = torch.stack([t.isfinite().all() for _, t in named]).tolist() if named else []
@@ -257,18 +258,20 @@ def parameter_groups(
     return [{"params": ps, "lr": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
 
 
-def _mask2former_targets(samples: Sequence[Mapping[str, Tensor]], size: int) -> dict[str, Any]:
+def _mask2former_targets(objects: Mapping[str, Tensor], counts: list[int], size: int) -> dict[str, Any]:
+    # Masks come in a byte per pixel.
     return {
-        "mask_labels": [sample["masks"] for sample in samples],
-        "class_labels": [sample["labels"] for sample in samples],
+        "mask_labels": list(objects["masks"].float().split(counts)),
+        "class_labels": list(objects["labels"].split(counts)),
     }
 
 
-def _detr_targets(samples: Sequence[Mapping[str, Tensor]], size: int) -> dict[str, Any]:
+def _detr_targets(objects: Mapping[str, Tensor], counts: list[int], size: int) -> dict[str, Any]:
     from torchvision.ops import box_convert
 
-    boxes = [box_convert(sample["boxes"], "xyxy", "cxcywh") / size for sample in samples]
-    return {"labels": [{"class_labels": s["labels"], "boxes": b} for s, b in zip(samples, boxes, strict=True)]}
+    boxes = box_convert(objects["boxes"], "xyxy", "cxcywh") / size
+    images = zip(objects["labels"].split(counts), boxes.split(counts), strict=True)
+    return {"labels": [{"class_labels": labels, "boxes": boxes} for labels, boxes in images]}
 
 
 def _mask2former_detect(outputs: Any, size: tuple[int, int]) -> Detections:
