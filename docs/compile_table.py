@@ -14,8 +14,9 @@ PLACES = {"cuda": "GPU", "cpu": "CPU"}
 
 
 def cells(files: list[str]) -> dict[tuple[str, str], str]:
-    """By model and recipe: where every test of it passes, or what is the matter. One failure is the whole cell's."""
-    passed, other = {}, {}
+    """By model and recipe: where every test of it passes, or what is the matter. One failure is the whole place's."""
+    passed: dict[tuple[str, str], dict[str, None]] = {}
+    other: dict[tuple[str, str], dict[str, str]] = {}
     for file in files:
         for case in ElementTree.parse(file).iter("testcase"):
             facts = {p.get("name"): p.get("value") for p in case.iter("property")}
@@ -24,12 +25,19 @@ def cells(files: list[str]) -> dict[tuple[str, str], str]:
             cell, place = (facts["model"], facts["recipe"]), PLACES[facts["device"]]
             skipped = case.find("skipped")
             if case.find("failure") is not None or case.find("error") is not None:
-                other[cell] = f"fails ({place})"
-            elif skipped is not None:
-                other.setdefault(cell, skipped.get("message", "skipped"))
-            else:
-                passed.setdefault(cell, set()).add(place)
-    return {cell: "passes: " + ", ".join(sorted(places)) for cell, places in passed.items()} | other
+                other.setdefault(cell, {})[place] = "fails"
+            elif skipped is None:
+                passed.setdefault(cell, {})[place] = None
+            elif "needs a CUDA GPU" not in skipped.get("message", ""):
+                # After a second colon comes an error's own text.
+                other.setdefault(cell, {}).setdefault(place, skipped.get("message", "skipped").partition(": ")[0])
+    found = {}
+    for cell in passed | other:
+        bad = other.get(cell, {})
+        good = sorted(place for place in passed.get(cell, ()) if place not in bad)
+        texts = ["passes: " + ", ".join(good)] if good else []
+        found[cell] = "; ".join(texts + [f"{place}: {text}" for place, text in bad.items()])
+    return found
 
 
 def table(files: list[str]) -> str:

@@ -100,20 +100,34 @@ def test_disable_custom_kernels_speaks_of_transformers_own(rt_detr, disabled):
         close(outputs(RT_DETR, patched(rt_detr))["['logits']"], expected)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_kernelize(rt_detr, device, when):
+def kernelize(model: nn.Module, device: str, mapping: dict) -> nn.Module:
     kernels = pytest.importorskip("kernels", reason="the package kernels is not installed")
     if not hasattr(kernels, "kernelize"):
         pytest.skip("`kernels` is this checkout's own folder: the package kernels is not installed")
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device=device, use_fallback=True)
+    return model
+
+
+def test_kernelize_takes_the_local_layer(rt_detr, device):
+    from deformops_models.patches.kernelize import MAPPING, MultiScaleDeformableAttention
+
     expected = outputs(RT_DETR, rt_detr)["['logits']"]
+    cores = [module.attn for module in attentions(rt_detr, RT_DETR).values()]
+    if not hasattr(type(cores[0]), "kernel_layer_name"):
+        pytest.skip("transformers does not work with the installed version of the package kernels, if there is one")
+    model = kernelize(rt_detr, device, MAPPING)
+    assert all(core.forward.__func__ is MultiScaleDeformableAttention.forward for core in cores)
+    # On the CPU the operator is plain PyTorch unless it is asked for the kernel.
+    with launches(RT_DETR.attentions if device == "cuda" else 0):
+        close(outputs(RT_DETR, model)["['logits']"], expected)
 
-    def kernelize(model):
-        # No kernel is mapped, so that nothing is fetched; layers with a name are gone through all the same.
-        with kernels.use_kernel_mapping({}, inherit_mapping=False):
-            kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device=device, use_fallback=True)
-        return model
 
-    model = kernelize(patched(rt_detr)) if when == "after" else patched(kernelize(rt_detr))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kernelize(rt_detr, device, when):
+    expected = outputs(RT_DETR, rt_detr)["['logits']"]
+    # No kernel is mapped, so that nothing is fetched; layers with a name are gone through all the same.
+    model = kernelize(patched(rt_detr), device, {}) if when == "after" else patched(kernelize(rt_detr, device, {}))
     with launches(RT_DETR.attentions):
         close(outputs(RT_DETR, model)["['logits']"], expected)
     dm.unpatch(model)
