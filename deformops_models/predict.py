@@ -371,32 +371,40 @@ def _run_lengths(mask: Tensor) -> list[int]:
 
 
 def draw(image: "Image", predictions: Sequence[Prediction]) -> "Image":
-    """Draws masks, boxes, names and scores; objects with the best scores come on top."""
+    """Draws masks, boxes, names and scores; objects with the best scores come on top. Small images are enlarged."""
     from PIL import Image, ImageDraw, ImageFont
 
-    canvas = image.copy()
+    zoom = max(1, _READABLE // max(image.size))
+    canvas = image.resize((zoom * image.width, zoom * image.height))
     ordered = sorted(predictions, key=lambda p: -1 if p.score is None else p.score)
     colors = [_color(p.label_id if p.score is None else i) for i, p in enumerate(ordered)]
     for prediction, color in zip(ordered, colors, strict=True):
         if prediction.mask is not None:
             opacity = Image.fromarray(prediction.mask.to(torch.uint8).mul(120).numpy())
-            canvas.paste(color, (0, 0, *image.size), opacity)
+            canvas.paste(color, (0, 0, *canvas.size), opacity.resize(canvas.size, Image.Resampling.NEAREST))
     pen = ImageDraw.Draw(canvas)
-    unit = max(image.size)
+    unit = max(canvas.size)
     font = ImageFont.load_default(max(11, unit / 50))
-    for prediction, color in zip(ordered, colors, strict=True):
-        x0, y0, x1, y1 = prediction.box
+    corners = [tuple(zoom * side for side in prediction.box) for prediction in ordered]
+    for prediction, (x0, y0, x1, y1), color in zip(ordered, corners, colors, strict=True):
         if prediction.score is not None and x0 <= x1 and y0 <= y1:
             pen.rectangle((x0, y0, x1, y1), outline=color, width=max(2, unit // 400))
-    for prediction, color in zip(ordered, colors, strict=True):
+    for prediction, box, color in zip(ordered, corners, colors, strict=True):
         text = prediction.label if prediction.score is None else f"{prediction.label} {prediction.score:.2f}"
-        x, y = prediction.box[:2] if prediction.score is not None else _inner_point(prediction.mask)
-        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
-        x = min(max(x, 0), max(image.width - right - 4, 0))
-        y = min(max(y, 0), max(image.height - bottom - 4, 0))
-        pen.rectangle((x, y, x + right + 4, y + bottom + 4), fill=color)
+        _, _, right, bottom = pen.textbbox((0, 0), text, font=font)
+        width, height = right + 4, bottom + 4
+        if prediction.score is None:
+            x, y = (zoom * place for place in _inner_point(prediction.mask))
+        else:  # above the object, if there is room
+            x, y = box[0], box[1] - height if box[1] >= height else box[1]
+        x, y = min(max(x, 0), max(canvas.width - width, 0)), min(max(y, 0), max(canvas.height - height, 0))
+        pen.rectangle((x, y, x + width, y + height), fill=color)
         pen.text((x + 2, y + 2), text, fill=(0, 0, 0), font=font)
     return canvas
+
+
+#: The longer edge in pixels that a picture needs for its labels.
+_READABLE = 1024
 
 
 def _color(index: int) -> tuple[int, int, int]:

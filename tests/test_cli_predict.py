@@ -167,7 +167,7 @@ def test_deformable_detr_gives_what_transformers_gives(run, photo, deformable_de
     torch.testing.assert_close(torch.tensor([p["box"] for p in found]), expected["boxes"])
     torch.testing.assert_close(torch.tensor([p["score"] for p in found]), expected["scores"])
     assert out.startswith(f"{photo}: ")
-    assert Image.open(document["overlay"]).size == (150, 100)
+    assert Image.open(document["overlay"]).size == (900, 600)  # enlarged for its labels
 
 
 def test_mask2former_instances(run, photo, mask2former, tmp_path):
@@ -190,9 +190,11 @@ def test_mask2former_instances(run, photo, mask2former, tmp_path):
         ys, xs = mask.nonzero().unbind(1)
         assert prediction["box"] == [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
     before, after = Image.open(photo).convert("RGB"), Image.open(document["overlay"])
-    pixels = [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(100, 150, 3) for i in (before, after)]
+    pictures = before.resize(after.size), after
+    pixels = [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(600, 900, 3) for i in pictures]
     changed = (pixels[0] != pixels[1]).any(-1)
     union = torch.stack([mask_of(p) for p in found]).any(0)
+    union = union.repeat_interleave(6, 0).repeat_interleave(6, 1)
     assert changed[union].float().mean() > 0.99
 
 
@@ -367,17 +369,20 @@ def test_draw_marks_boxes_masks_and_names():
     mask[60:80, 120:160] = True
     boxed = predict.Prediction("cup", 0, 0.9, (20, 30, 90, 70))
     drawn = predict.draw(image, [boxed])
-    assert drawn.getpixel((89, 70)) == predict._color(0) != (10, 10, 10)
-    assert drawn.getpixel((50, 55)) == (10, 10, 10)
+    assert drawn.size == (1000, 500)  # five times as large, for the label
+    assert drawn.getpixel((450, 350)) == predict._color(0) != (10, 10, 10)
+    assert drawn.getpixel((102, 148)) == predict._color(0)  # the label is above the box
+    assert drawn.getpixel((250, 275)) == (10, 10, 10)
     region = predict.draw(image, [predict.Prediction("table", 1, None, (120, 60, 160, 80), mask)])
-    tinted, outside = region.getpixel((158, 62)), region.getpixel((100, 62))
+    tinted, outside = region.getpixel((790, 310)), region.getpixel((500, 310))
     assert outside == (10, 10, 10)
     assert all(10 < t < c for t, c in zip(tinted, predict._color(1), strict=True) if c > 30)
     assert image.getpixel((89, 70)) == (10, 10, 10)
     # Boxes beyond the border, upside down or empty are no reason to fail.
     odd = [predict.Prediction("a", 0, 0.1, box) for box in ((-50, -9, 900, 900), (9, 9, 3, 3), (5, 5, 5, 5))]
-    assert predict.draw(image, odd).size == (200, 100)
-    assert predict.draw(image, []).tobytes() == image.tobytes()
+    assert predict.draw(image, odd).size == (1000, 500)
+    large = Image.effect_noise((1030, 20), 90).convert("RGB")
+    assert predict.draw(large, []).tobytes() == large.tobytes()
 
 
 @pytest.mark.parametrize("rows", [["010", "110"], ["111", "111"], ["000", "001"], ["100", "000"]])
