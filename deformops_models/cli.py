@@ -110,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="ours, ours_deterministic, bare_launch, transformers, transformers_compiled, deformops, "
         "deformops_native, deformops_softmax, mmcv (default: what is installed); with --model: upstream, "
-        "ours_attention, ours",
+        "ours_attention, ours; with --family: "
+        "upstream, ours",
     )
     command.add_argument(
         "--out", metavar="DIR", default="deformops-bench", help="for results.csv and pictures (default: %(default)s)"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import time
 
 import pytest
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from deformops_models.bench import convergence, models, record, run, steps, summary  # noqa: E402
 from deformops_models.bench.presets import Case  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
+from deformops_models.console import UsageError  # noqa: E402
 from deformops_models.patching import PatchedModule, patch, report  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +41,10 @@ def tiny_deformable_detr():
 TINY = {"tiny_mask2former": tiny_mask2former, "tiny_deformable_detr": tiny_deformable_detr}
 
 
+def cpu_bench(build):
+    return steps.Bench(models.Workload(build), torch.device("cpu"))
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """Models that are timed in a second, for `all`, and few repetitions."""
@@ -46,7 +52,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(models, "PUBLISHED", workloads)
     for name, workload in workloads.items():
         monkeypatch.setitem(models.MODELS, name, workload)
-    for name, value in {"_WARM_UP": 1, "_STEPS": 2, "_INFERENCES": 2, "_SEEDS": range(7, 10)}.items():
+    few = {"ROUNDS": 2, "WARM_UP": 1, "_STEPS": 1, "INFERENCES": 1, "_SEEDS": range(7, 10)}
+    for name, value in few.items():
         monkeypatch.setattr(steps, name, value)
 
 
@@ -70,20 +77,19 @@ def test_time_is_counted_for_the_innermost_part(monkeypatch):
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("provider", steps.PROVIDERS)
 def test_every_part_of_a_step_is_found(name, provider):
-    detector = TINY[name]()
-    bench = steps._Bench(detector, torch.device("cpu"))
-    before = {key: dict(vars(module)) for key, module in detector.model.named_modules()}
-    optimizer = torch.optim.AdamW(detector.model.parameters())
+    bench = cpu_bench(TINY[name])
+    before = {key: dict(vars(module)) for key, module in bench.model.named_modules()}
+    optimizer = torch.optim.AdamW(bench.model.parameters())
     with bench.patched(provider):
-        swapped = {type(m) for m in detector.model.modules() if isinstance(m, PatchedModule)}
+        swapped = {type(m) for m in bench.model.modules() if isinstance(m, PatchedModule)}
         assert bool(swapped) == (provider != "upstream")
-        times = bench._step(optimizer).times()
+        times = bench.step(optimizer).times()
     assert set(times) == {"total", *steps.PARTS}
     assert all(time > 0 for time in times.values())
     assert sum(times[part] for part in steps.PARTS) == pytest.approx(times["total"], rel=0.05)
     # Nothing that was wrapped stays so.
-    assert before.keys() == {key for key, _ in detector.model.named_modules()}
-    for key, module in detector.model.named_modules():
+    assert before.keys() == {key for key, _ in bench.model.named_modules()}
+    for key, module in bench.model.named_modules():
         assert vars(module).keys() == before[key].keys()
 
 
@@ -109,7 +115,7 @@ def test_command_writes_rows_a_picture_and_a_summary(tiny, anywhere, tmp_path, c
             assert found[case, provider, "error_loss"] < 0.05
     out = capsys.readouterr().out
     ratio = found[case, "ours", "step_ms"] / found[case, "upstream", "step_ms"]
-    assert f"{ratio:.2f} ×" in out and "[2/2] tiny_deformable_detr ours: step" in out
+    assert f"{ratio:.2f} ×" in out and "[2/2] tiny_deformable_detr ours: step" in out and "COMPILING" not in out
     # The pictures need no run.
     assert main(["bench", "--plot-only", str(tmp_path / "results.csv"), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "models.png").read_bytes().startswith(b"\x89PNG")
@@ -131,29 +137,76 @@ def test_a_wrong_loss_fails_and_is_not_timed(tiny, anywhere, tmp_path, monkeypat
 
 
 def test_an_interrupted_run_keeps_its_rows(tiny, anywhere, tmp_path, monkeypatch):
-    inference = steps._Bench.inference
+    def interrupted(self, warm_up, calls):
+        raise KeyboardInterrupt
 
-    def interrupted(self):
-        if any(isinstance(m, PatchedModule) for m in self.model.modules()):
-            raise KeyboardInterrupt
-        return inference(self)
-
-    monkeypatch.setattr(steps._Bench, "inference", interrupted)
+    monkeypatch.setattr(steps.Bench, "inferences", interrupted)
     assert main(["bench", "--model", "all", "--out", str(tmp_path)]) == 130
     rows = record.read(tmp_path / "results.csv")
-    assert {row["provider"] for row in rows if row["metric"] == "step_ms"} == {"upstream"}
+    timed = [(row["preset"], row["provider"]) for row in rows if row["metric"] == "step_ms"]
+    assert timed == [("tiny_mask2former", provider) for provider in steps.PROVIDERS]
 
 
-def test_what_is_not_installed_is_skipped(tiny, anywhere, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(models.MODELS, "absent", models.Workload(None, ("no_such_framework",)))
-    assert main(["bench", "--model", "absent", "--out", str(tmp_path)]) == 0
-    assert "absent: skipped: no_such_framework is not installed: pip install" in capsys.readouterr().out
+def test_providers_take_turns_and_warm_up(tiny, monkeypatch):
+    monkeypatch.setattr(steps, "ROUNDS", 3)
+    monkeypatch.setattr(steps, "WARM_UP", 2)
+    bench = cpu_bench(tiny_deformable_detr)
+    turns, times = [], iter(range(1, 100))
+
+    def measured(warm_up, calls):
+        patched = sum(isinstance(module, PatchedModule) for module in bench.model.modules())
+        turns.append((patched, warm_up, calls))
+        return [{"total": float(next(times)), "peak": 5.0} for _ in range(calls)]
+
+    found = bench.interleaved(["upstream", "ours_attention"], measured, 2)
+    assert turns == [(0, 2, 2), (3, 2, 2), (0, 1, 2), (3, 1, 2), (0, 1, 2), (3, 1, 2)]
+    assert found == {
+        "upstream": {"total": (6.0, 2.0, 9.0), "peak": (5.0, 5.0, 5.0)},
+        "ours_attention": {"total": (8.0, 4.0, 11.0), "peak": (5.0, 5.0, 5.0)},
+    }
+    assert not any(isinstance(module, PatchedModule) for module in bench.model.modules())
+
+
+def test_calls_before_those_that_are_timed_leave_no_sample(tiny):
+    bench = cpu_bench(tiny_deformable_detr)
+    assert [set(sample) for sample in bench.inferences(2, 3)] == [{"total", "forward", "peak"}] * 3
+    parts = {"total", *steps.PARTS, "peak"} - {"optimizer"}
+    assert [set(sample) for sample in bench.losses(1, 2)] == [parts] * 2
+
+
+def test_a_detector_that_raises_is_named_and_the_next_one_is_timed(tiny, anywhere, tmp_path, monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("out of\nluck")
+
+    monkeypatch.setitem(models.MODELS, "broken", models.Workload(broken))
+    argv = ["bench", "--model", "broken", "tiny_deformable_detr", "--provider", "upstream", "--out", str(tmp_path)]
+    assert main(argv) == 1
+    assert "FAILED: broken: RuntimeError: out of luck" in capsys.readouterr().out
+    rows = record.read(tmp_path / "results.csv")
+    assert {row["preset"] for row in rows if row["metric"] == "inference_ms"} == {"tiny_deformable_detr"}
+
+
+def test_what_is_not_installed_is_left_out_unless_it_is_named(monkeypatch):
+    absent = models.Workload(None, ("no_such_framework",))
+    newer = models.Workload(None, upstream="Detr9000ForObjectDetection")
+    here = models.Workload(None, upstream="RTDetrForObjectDetection")
+    known = {"absent": absent, "newer": newer, "here": here, "other": here}
+    why = f"transformers {transformers.__version__} has no Detr9000ForObjectDetection: install a newer one"
+    chosen, left_out = run.choose("--family", ["all"], known, ["absent", "newer", "here"])
+    assert chosen == {"here": here}
+    gone = "no_such_framework is not installed: pip install 'deformops-models[all]'"
+    assert left_out == [f"absent, {gone}", f"newer, {why}"]
+    assert list(run.choose("--family", ["other", "all", "here"], known, ["here"])[0]) == ["other", "here"]
+    with pytest.raises(UsageError, match=f"^--family newer: {re.escape(why)}$"):
+        run.choose("--family", ["here", "newer"], known, known)
+    with pytest.raises(UsageError, match="--family: nothing is left to time: absent, no_such_framework"):
+        run.choose("--family", ["all"], known, ["absent"])
 
 
 def test_training_steps_leave_the_weights_as_they_were(tiny):
-    bench = steps._Bench(tiny_deformable_detr(), torch.device("cpu"))
+    bench = cpu_bench(tiny_deformable_detr)
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
-    bench.steps()
+    bench.steps(1, 2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
 
 
@@ -163,19 +216,19 @@ def test_published_sizes_are_the_real_ones():
     millions = {name: sum(p.numel() for p in d.model.parameters()) / 1e6 for name, d in built.items()}
     # As counted from the published checkpoints.
     assert millions == pytest.approx({"mask2former_swin_t_512": 47.4, "deformable_detr_r50_b2": 40.1}, abs=0.5)
-    attentions = {name: len(list(models._attentions(d.model))) for name, d in built.items()}
+    attentions = {name: len(list(models.attentions(d.model))) for name, d in built.items()}
     assert attentions == {"mask2former_swin_t_512": 6, "deformable_detr_r50_b2": 12}
 
 
 def test_dino_has_all_parts():
     pytest.importorskip("mmdet")
-    detector = models.dino(1, 224, 288)
-    found = {part for part, *_ in detector.calls(detector.model)}
+    bench = cpu_bench(lambda: models.mmdet("dino/dino-4scale_r50_8xb2-12e_coco.py", 1, 224, 288))
+    found = {part for part, *_ in bench.detector.calls(bench.model)}
     assert found == {"backbone", "msda", "matching", "loss"}
-    patch(detector.model)
-    assert len(report(detector.model).swapped) == sum(part == "msda" for part, *_ in detector.calls(detector.model))
-    bench = steps._Bench(detector, torch.device("cpu"))
-    times = bench._step(torch.optim.AdamW(detector.model.parameters())).times()
+    patch(bench.model)
+    calls = bench.detector.calls(bench.model)
+    assert len(report(bench.model).swapped) == sum(part == "msda" for part, *_ in calls)
+    times = bench.step(torch.optim.AdamW(bench.model.parameters())).times()
     assert set(times) == {"total", *steps.PARTS}
 
 
