@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from deformops_models.bench import convergence, models, record, run, steps, summary  # noqa: E402
+from deformops_models.bench import compiled, convergence, models, plot, record, run, steps, summary  # noqa: E402
 from deformops_models.bench.presets import Case  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
@@ -230,6 +230,122 @@ def test_dino_has_all_parts():
     assert len(report(bench.model).swapped) == sum(part == "msda" for part, *_ in calls)
     times = bench.step(torch.optim.AdamW(bench.model.parameters())).times()
     assert set(times) == {"total", *steps.PARTS}
+
+
+# Compiled
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """Traces and partitions as always, and then runs PyTorch's own kernels."""
+    monkeypatch.setattr(compiled, "measure", functools.partial(compiled.measure, backend="aot_eager"))
+
+
+def test_compiled_inference_beside_the_eager_one(tiny, anywhere, quick_compiler, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "--model", "tiny_deformable_detr", "--compile", "--out", str(tmp_path)]) == 0
+    rows = record.read(tmp_path / "results.csv")
+    assert {(row["op"], row["dtype"]) for row in rows} == {("inference", "bfloat16")}
+    metrics = {who: [row["metric"] for row in rows if row["provider"] == who] for who in compiled.PROVIDERS}
+    eager = ["error_logits", "kernel_calls", "inference_ms", "images_s"]
+    late = ["error_logits", "kernel_calls", "compile_s", "inference_ms", "images_s"]
+    assert metrics == {"upstream": eager, "ours": eager, "upstream_compiled": late, "ours_compiled": late}
+    found = summary.medians(rows)
+    case = Case("tiny_deformable_detr", "random", "bfloat16", "inference")
+    for provider in compiled.PROVIDERS:
+        assert 0 < found[case, provider, "error_logits"] < 0.1
+        duration = found[case, provider, "inference_ms"]
+        assert found[case, provider, "images_s"] == pytest.approx(2e3 / duration, rel=2e-3)
+    # The first call does far more than run.
+    assert found[case, "ours_compiled", "compile_s"] * 1e3 > 2 * found[case, "ours_compiled", "inference_ms"]
+    table = capsys.readouterr().out
+    assert "COMPILING, s" in table and "STEP, ms" not in table and "PEAK" not in table
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_and_table_of_training_and_compiled_inference(tmp_path):
+    pytest.importorskip("matplotlib")
+    recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
+    case = {"preset": "some_detector", "distribution": "random", "dtype": "bfloat16"}
+    for i, provider in enumerate(compiled.PROVIDERS, 1):
+        recorder.add(10 * i, **case, op="inference", provider=provider, metric="inference_ms", unit="ms")
+    recorder.add(50, **case, op="inference", provider="ours_compiled", metric="compile_s", unit="s")
+    cells = [line.split() for line in summary.summary(recorder.rows).splitlines()]
+    assert cells[0] == ["MODEL", "PROVIDER", "INFERENCE,", "ms", "COMPILING,", "s"]
+    assert cells[1] == ["some_detector", "upstream", "10", "1.00", "×", "-"]
+    assert cells[4] == ["some_detector", "ours_compiled", "40", "4.00", "×", "50"]
+    (axis,) = plot._model_pictures(recorder.rows)["models"].axes
+    assert axis.get_title() == "inference, ms"
+    assert [bar.get_height() for bar in axis.patches] == [10, 20, 30, 40]
+    for provider in steps.PROVIDERS:
+        train = case | {"op": "train_step", "provider": provider}
+        recorder.add(80, **train, metric="step_ms", unit="ms")
+        recorder.add(80, **train, metric="part_backward_ms", unit="ms")
+        recorder.add(2048, **train, metric="peak_mib", unit="MiB")
+    figure = plot._model_pictures(recorder.rows)["models"]
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["training step, ms", "inference, ms", "peak memory in training, GiB"]
+    assert [bar.get_height() for bar in figure.axes[1].patches] == [10, 20, 30, 40]
+    assert [bar.get_height() for bar in figure.axes[2].patches] == [2, 2, 2]
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert {*labels} == {*steps.PARTS, *steps.PROVIDERS, *compiled.PROVIDERS}
+    assert len(labels) == len({*labels})
+
+
+def test_wrong_compiled_outputs_fail_and_are_not_timed(tiny, anywhere, tmp_path, monkeypatch, capsys):
+    logits = compiled.logits
+    calls = iter(range(10))
+
+    def wrong(outputs):
+        # The float32 ones, upstream, ours, upstream_compiled, ours_compiled.
+        scale = 2 if next(calls) == 4 else 1
+        return {name: value * scale for name, value in logits(outputs).items()}
+
+    monkeypatch.setattr(compiled, "logits", wrong)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    assert main(["bench", "--model", "tiny_deformable_detr", "--compile", "--out", str(tmp_path)]) == 1
+    assert "FAILED: tiny_deformable_detr ours_compiled: logits is off by 1.0e+00, " in capsys.readouterr().out
+    rows = record.read(tmp_path / "results.csv")
+    timed = [row["provider"] for row in rows if row["metric"] == "inference_ms"]
+    assert sorted(timed) == ["ours", "upstream", "upstream_compiled"]
+
+
+def test_only_what_is_asked_for_is_compiled(tiny, tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: built.append(options) or model)
+    recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
+    bench = cpu_bench(tiny_deformable_detr)
+    assert list(compiled.measure("tiny", "", bench, recorder, ["ours"])) == []
+    assert built == []
+    # Ours is held to upstream's, which is compiled without a row.
+    assert list(compiled.measure("tiny", "", bench, recorder, ["ours_compiled"])) == []
+    assert built == [{"backend": "inductor", "dynamic": False}] * 2
+    timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
+    assert timed == ["ours", "ours_compiled"]
+
+
+def test_what_cannot_be_compiled_is_named(tiny, tmp_path, monkeypatch):
+    def refuse(model, **options):
+        def call(**inputs):
+            raise torch._dynamo.exc.Unsupported("no such\ninstruction")
+
+        return call if built.append(1) or len(built) == 1 else model
+
+    built = []
+    monkeypatch.setattr(torch, "compile", refuse)
+    recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
+    failed = list(compiled.measure("tiny", "", cpu_bench(tiny_deformable_detr), recorder, compiled.PROVIDERS))
+    assert [line.partition(" no such instruction")[0] for line in failed] == ["upstream_compiled: Unsupported:"]
+    timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
+    assert timed == ["upstream", "ours", "ours_compiled"]
+
+
+def test_logits_are_found_by_name_or_place():
+    one, two = torch.ones(2, dtype=torch.bfloat16), torch.zeros(3)
+    outputs = {"loss": two, "class_logits": one, "mask_logits": two, "auxiliary_logits": [one], "pred_boxes": one}
+    found = compiled.logits(outputs)
+    assert list(found) == ["class_logits", "mask_logits"] and found["class_logits"].dtype == torch.float32
+    assert torch.equal(compiled.logits(([one, two], two))["logits"], torch.ones(2))
 
 
 # Convergence

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deformops_models import console
 from deformops_models.backend import resolve
-from deformops_models.bench import convergence, families, measure, models, plot, record, steps
+from deformops_models.bench import compiled, convergence, families, measure, models, plot, record, steps
 from deformops_models.bench.peers import PROVIDERS, by_default, refusal
 from deformops_models.bench.presets import DISTRIBUTIONS, LINEAR, OPS, PRESETS, Case, Problem
 from deformops_models.bench.summary import summary
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         for picture in plot.draw(record.read(Path(args.plot_only)), console.output_folder(args.out)):
             print(picture)
         return 0
+    if args.compile and not args.model:
+        raise UsageError("--compile: only whole detectors are compiled: name them with --model")
     if args.convergence:
         _check_gpu()
         return convergence.run(console.output_folder(args.out))
@@ -57,7 +59,7 @@ def _run_detectors(args: argparse.Namespace) -> int:
         measure, known = families.measure, families.PROVIDERS
         chosen, left_out = choose("--family", args.family, models.FAMILIES, models.FAMILIES)
     else:
-        measure, known = steps.measure, steps.PROVIDERS
+        measure, known = (compiled.measure, compiled.PROVIDERS) if args.compile else (steps.measure, steps.PROVIDERS)
         chosen, left_out = choose("--model", args.model, models.MODELS, models.PUBLISHED)
     providers = list(_named("--provider", args.provider, dict.fromkeys(known)) or known)
     recorder = _begin(args, left_out)
