@@ -21,10 +21,13 @@ def measure(name: str, title: str, bench: Bench, recorder: Recorder, providers: 
         with bench.patched(provider):
             bench.model.train()
             loss = bench.values(7)["loss"]
-            counts = call_counts - before
+            launches = (call_counts - before)["msda_forward"]
+            bench.model.eval()
+            bench.infer()
+        counts = call_counts - before
         recorder.add(loss, **row, provider=provider, metric="loss", unit="1")
         if provider == "ours":
-            recorder.add(counts["msda_forward"], **row, provider=provider, metric="kernel_calls", unit="1")
+            recorder.add(launches, **row, provider=provider, metric="kernel_calls", unit="1")
         problem = bench.idle(provider, counts) or (None if math.isfinite(loss) else f"loss is {loss}")
         if problem:
             yield f"{provider}: {problem}"
