@@ -108,7 +108,8 @@ def mask2former(
         yield _call("matching", matcher, "match" if isinstance(matcher, PatchedModule) else "forward")
         yield _call("loss", model, "get_loss_dict")
 
-    return Detector(model, _images(batch, size, size), _masks(batch, size), calls=calls)
+    targets = _masks(batch, size)
+    return Detector(model, _images(batch, size, size), targets, calls=calls)
 
 
 def oneformer(batch: int, size: int) -> Detector:
@@ -171,12 +172,12 @@ def boxes(
     """
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**options)
-    model = getattr(transformers, f"{family}ForObjectDetection")(config)
     targets = [
         {"class_labels": torch.randint(labels, (count,)), "boxes": torch.rand(count, 4) * 0.4 + 0.3}
         for count in _counts(batch)
     ]
+    config = getattr(transformers, f"{family}Config")(**options)
+    model = getattr(transformers, f"{family}ForObjectDetection")(config)
     images = _images(batch, height, width) | dict(inputs or {})
     return Detector(model, images, {"labels": targets}, loss, infer, calls)
 
