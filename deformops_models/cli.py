@@ -100,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         help="instead: training step and inference of whole detectors, patched and unpatched; all, or names as rt_detr",
     )
     what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
+    command.add_argument(
+        "--compile", action="store_true", help="with --model: inference only, with and without torch.compile"
+    )
     command.add_argument("--dtype", nargs="+", metavar="NAME", default=[], help=f"{', '.join(DTYPES)}, autocast")
     command.add_argument("--distribution", nargs="+", metavar="NAME", default=[], help="of locations: local, uniform")
     command.add_argument("--op", nargs="+", metavar="NAME", default=[], help="msda, deformable_attention")
@@ -110,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="ours, ours_deterministic, bare_launch, transformers, transformers_compiled, deformops, "
         "deformops_native, deformops_softmax, mmcv (default: what is installed); with --model: upstream, "
-        "ours_attention, ours",
+        "ours_attention, ours; with --compile: upstream, ours, upstream_compiled, ours_compiled; with --family: "
+        "upstream, ours",
     )
     command.add_argument(
         "--out", metavar="DIR", default="deformops-bench", help="for results.csv and pictures (default: %(default)s)"

@@ -12,7 +12,7 @@ import torch
 from helpers import relative_error
 
 from deformops_models import reference
-from deformops_models.bench import measure, models, peers, plot, presets, record, run, steps, summary
+from deformops_models.bench import compiled, measure, models, peers, plot, presets, record, run, steps, summary
 from deformops_models.bench.presets import DTYPES, LINEAR, PRESETS, Case, Preset, Problem
 from deformops_models.cli import main
 from deformops_models.console import UsageError
@@ -551,7 +551,7 @@ def test_help_names_everything(capsys):
         main(["bench", "--help"])
     words = capsys.readouterr().out.replace(",", " ").split()
     assert {*PRESETS, *peers.PROVIDERS, *DTYPES, *presets.DISTRIBUTIONS, *presets.OPS} <= set(words)
-    assert {*models.MODELS, *steps.PROVIDERS} <= set(words)
+    assert {*models.MODELS, *steps.PROVIDERS, *compiled.PROVIDERS, "--compile"} <= {w.rstrip(";") for w in words}
 
 
 @pytest.mark.parametrize(
@@ -569,6 +569,12 @@ def test_help_names_everything(capsys):
             "--model: unknown 'bert': use mask2former_swin_b, mask2former_swin_t, deformable_detr_r50",
         ),
         (["--model", "all", "--provider", "mmcv"], "--provider: unknown 'mmcv': use upstream, ours_attention, ours"),
+        (["--compile"], "--compile: only whole detectors are compiled: name them with --model"),
+        (["--family", "all", "--compile"], "--compile: only whole detectors are compiled: name them with --model"),
+        (
+            ["--model", "mask2former_swin_b", "--compile", "--provider", "ours_attention"],
+            "--provider: unknown 'ours_attention': use upstream, ours, upstream_compiled, ours_compiled",
+        ),
         (["--model", "all", "--linear"], "argument --linear: not allowed with argument --model"),
         (["--plot-only", "none.csv"], "none.csv: cannot be read: No such file or directory"),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import time
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from deformops_models.bench import convergence, models, record, run, steps, summary  # noqa: E402
+from deformops_models.bench import compiled, convergence, models, plot, record, run, steps, summary  # noqa: E402
 from deformops_models.bench.presets import Case  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
+from deformops_models.console import UsageError  # noqa: E402
 from deformops_models.patching import PatchedModule, patch, report  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +41,10 @@ def tiny_deformable_detr():
 TINY = {"tiny_mask2former": tiny_mask2former, "tiny_deformable_detr": tiny_deformable_detr}
 
 
+def cpu_bench(build):
+    return steps.Bench(models.Workload(build), torch.device("cpu"))
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """Models that are timed in a second, for `all`, and few repetitions."""
@@ -46,7 +52,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(models, "PUBLISHED", workloads)
     for name, workload in workloads.items():
         monkeypatch.setitem(models.MODELS, name, workload)
-    for name, value in {"_WARM_UP": 1, "_STEPS": 2, "_INFERENCES": 2, "_SEEDS": range(7, 10)}.items():
+    few = {"ROUNDS": 2, "WARM_UP": 1, "_STEPS": 1, "INFERENCES": 1, "_SEEDS": range(7, 10)}
+    for name, value in few.items():
         monkeypatch.setattr(steps, name, value)
 
 
@@ -70,20 +77,19 @@ def test_time_is_counted_for_the_innermost_part(monkeypatch):
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("provider", steps.PROVIDERS)
 def test_every_part_of_a_step_is_found(name, provider):
-    detector = TINY[name]()
-    bench = steps._Bench(detector, torch.device("cpu"))
-    before = {key: dict(vars(module)) for key, module in detector.model.named_modules()}
-    optimizer = torch.optim.AdamW(detector.model.parameters())
+    bench = cpu_bench(TINY[name])
+    before = {key: dict(vars(module)) for key, module in bench.model.named_modules()}
+    optimizer = torch.optim.AdamW(bench.model.parameters())
     with bench.patched(provider):
-        swapped = {type(m) for m in detector.model.modules() if isinstance(m, PatchedModule)}
+        swapped = {type(m) for m in bench.model.modules() if isinstance(m, PatchedModule)}
         assert bool(swapped) == (provider != "upstream")
-        times = bench._step(optimizer).times()
+        times = bench.step(optimizer).times()
     assert set(times) == {"total", *steps.PARTS}
     assert all(time > 0 for time in times.values())
     assert sum(times[part] for part in steps.PARTS) == pytest.approx(times["total"], rel=0.05)
     # Nothing that was wrapped stays so.
-    assert before.keys() == {key for key, _ in detector.model.named_modules()}
-    for key, module in detector.model.named_modules():
+    assert before.keys() == {key for key, _ in bench.model.named_modules()}
+    for key, module in bench.model.named_modules():
         assert vars(module).keys() == before[key].keys()
 
 
@@ -109,7 +115,7 @@ def test_command_writes_rows_a_picture_and_a_summary(tiny, anywhere, tmp_path, c
             assert found[case, provider, "error_loss"] < 0.05
     out = capsys.readouterr().out
     ratio = found[case, "ours", "step_ms"] / found[case, "upstream", "step_ms"]
-    assert f"{ratio:.2f} ×" in out and "[2/2] tiny_deformable_detr ours: step" in out
+    assert f"{ratio:.2f} ×" in out and "[2/2] tiny_deformable_detr ours: step" in out and "COMPILING" not in out
     # The pictures need no run.
     assert main(["bench", "--plot-only", str(tmp_path / "results.csv"), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "models.png").read_bytes().startswith(b"\x89PNG")
@@ -131,29 +137,76 @@ def test_a_wrong_loss_fails_and_is_not_timed(tiny, anywhere, tmp_path, monkeypat
 
 
 def test_an_interrupted_run_keeps_its_rows(tiny, anywhere, tmp_path, monkeypatch):
-    inference = steps._Bench.inference
+    def interrupted(self, warm_up, calls):
+        raise KeyboardInterrupt
 
-    def interrupted(self):
-        if any(isinstance(m, PatchedModule) for m in self.model.modules()):
-            raise KeyboardInterrupt
-        return inference(self)
-
-    monkeypatch.setattr(steps._Bench, "inference", interrupted)
+    monkeypatch.setattr(steps.Bench, "inferences", interrupted)
     assert main(["bench", "--model", "all", "--out", str(tmp_path)]) == 130
     rows = record.read(tmp_path / "results.csv")
-    assert {row["provider"] for row in rows if row["metric"] == "step_ms"} == {"upstream"}
+    timed = [(row["preset"], row["provider"]) for row in rows if row["metric"] == "step_ms"]
+    assert timed == [("tiny_mask2former", provider) for provider in steps.PROVIDERS]
 
 
-def test_what_is_not_installed_is_skipped(tiny, anywhere, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(models.MODELS, "absent", models.Workload(None, ("no_such_framework",)))
-    assert main(["bench", "--model", "absent", "--out", str(tmp_path)]) == 0
-    assert "absent: skipped: no_such_framework is not installed: pip install" in capsys.readouterr().out
+def test_providers_take_turns_and_warm_up(tiny, monkeypatch):
+    monkeypatch.setattr(steps, "ROUNDS", 3)
+    monkeypatch.setattr(steps, "WARM_UP", 2)
+    bench = cpu_bench(tiny_deformable_detr)
+    turns, times = [], iter(range(1, 100))
+
+    def measured(warm_up, calls):
+        patched = sum(isinstance(module, PatchedModule) for module in bench.model.modules())
+        turns.append((patched, warm_up, calls))
+        return [{"total": float(next(times)), "peak": 5.0} for _ in range(calls)]
+
+    found = bench.interleaved(["upstream", "ours_attention"], measured, 2)
+    assert turns == [(0, 2, 2), (3, 2, 2), (0, 1, 2), (3, 1, 2), (0, 1, 2), (3, 1, 2)]
+    assert found == {
+        "upstream": {"total": (6.0, 2.0, 9.0), "peak": (5.0, 5.0, 5.0)},
+        "ours_attention": {"total": (8.0, 4.0, 11.0), "peak": (5.0, 5.0, 5.0)},
+    }
+    assert not any(isinstance(module, PatchedModule) for module in bench.model.modules())
+
+
+def test_calls_before_those_that_are_timed_leave_no_sample(tiny):
+    bench = cpu_bench(tiny_deformable_detr)
+    assert [set(sample) for sample in bench.inferences(2, 3)] == [{"total", "forward", "peak"}] * 3
+    parts = {"total", *steps.PARTS, "peak"} - {"optimizer"}
+    assert [set(sample) for sample in bench.losses(1, 2)] == [parts] * 2
+
+
+def test_a_detector_that_raises_is_named_and_the_next_one_is_timed(tiny, anywhere, tmp_path, monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("out of\nluck")
+
+    monkeypatch.setitem(models.MODELS, "broken", models.Workload(broken))
+    argv = ["bench", "--model", "broken", "tiny_deformable_detr", "--provider", "upstream", "--out", str(tmp_path)]
+    assert main(argv) == 1
+    assert "FAILED: broken: RuntimeError: out of luck" in capsys.readouterr().out
+    rows = record.read(tmp_path / "results.csv")
+    assert {row["preset"] for row in rows if row["metric"] == "inference_ms"} == {"tiny_deformable_detr"}
+
+
+def test_what_is_not_installed_is_left_out_unless_it_is_named(monkeypatch):
+    absent = models.Workload(None, ("no_such_framework",))
+    newer = models.Workload(None, upstream="Detr9000ForObjectDetection")
+    here = models.Workload(None, upstream="RTDetrForObjectDetection")
+    known = {"absent": absent, "newer": newer, "here": here, "other": here}
+    why = f"transformers {transformers.__version__} has no Detr9000ForObjectDetection: install a newer one"
+    chosen, left_out = run.choose("--family", ["all"], known, ["absent", "newer", "here"])
+    assert chosen == {"here": here}
+    gone = "no_such_framework is not installed: pip install 'deformops-models[all]'"
+    assert left_out == [f"absent, {gone}", f"newer, {why}"]
+    assert list(run.choose("--family", ["other", "all", "here"], known, ["here"])[0]) == ["other", "here"]
+    with pytest.raises(UsageError, match=f"^--family newer: {re.escape(why)}$"):
+        run.choose("--family", ["here", "newer"], known, known)
+    with pytest.raises(UsageError, match="--family: nothing is left to time: absent, no_such_framework"):
+        run.choose("--family", ["all"], known, ["absent"])
 
 
 def test_training_steps_leave_the_weights_as_they_were(tiny):
-    bench = steps._Bench(tiny_deformable_detr(), torch.device("cpu"))
+    bench = cpu_bench(tiny_deformable_detr)
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
-    bench.steps()
+    bench.steps(1, 2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
 
 
@@ -163,20 +216,136 @@ def test_published_sizes_are_the_real_ones():
     millions = {name: sum(p.numel() for p in d.model.parameters()) / 1e6 for name, d in built.items()}
     # As counted from the published checkpoints.
     assert millions == pytest.approx({"mask2former_swin_t_512": 47.4, "deformable_detr_r50_b2": 40.1}, abs=0.5)
-    attentions = {name: len(list(models._attentions(d.model))) for name, d in built.items()}
+    attentions = {name: len(list(models.attentions(d.model))) for name, d in built.items()}
     assert attentions == {"mask2former_swin_t_512": 6, "deformable_detr_r50_b2": 12}
 
 
 def test_dino_has_all_parts():
     pytest.importorskip("mmdet")
-    detector = models.dino(1, 224, 288)
-    found = {part for part, *_ in detector.calls(detector.model)}
+    bench = cpu_bench(lambda: models.mmdet("dino/dino-4scale_r50_8xb2-12e_coco.py", 1, 224, 288))
+    found = {part for part, *_ in bench.detector.calls(bench.model)}
     assert found == {"backbone", "msda", "matching", "loss"}
-    patch(detector.model)
-    assert len(report(detector.model).swapped) == sum(part == "msda" for part, *_ in detector.calls(detector.model))
-    bench = steps._Bench(detector, torch.device("cpu"))
-    times = bench._step(torch.optim.AdamW(detector.model.parameters())).times()
+    patch(bench.model)
+    calls = bench.detector.calls(bench.model)
+    assert len(report(bench.model).swapped) == sum(part == "msda" for part, *_ in calls)
+    times = bench.step(torch.optim.AdamW(bench.model.parameters())).times()
     assert set(times) == {"total", *steps.PARTS}
+
+
+# Compiled
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """Traces and partitions as always, and then runs PyTorch's own kernels."""
+    monkeypatch.setattr(compiled, "measure", functools.partial(compiled.measure, backend="aot_eager"))
+
+
+def test_compiled_inference_beside_the_eager_one(tiny, anywhere, quick_compiler, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "--model", "tiny_deformable_detr", "--compile", "--out", str(tmp_path)]) == 0
+    rows = record.read(tmp_path / "results.csv")
+    assert {(row["op"], row["dtype"]) for row in rows} == {("inference", "bfloat16")}
+    metrics = {who: [row["metric"] for row in rows if row["provider"] == who] for who in compiled.PROVIDERS}
+    eager = ["error_logits", "kernel_calls", "inference_ms", "images_s"]
+    late = ["error_logits", "kernel_calls", "compile_s", "inference_ms", "images_s"]
+    assert metrics == {"upstream": eager, "ours": eager, "upstream_compiled": late, "ours_compiled": late}
+    found = summary.medians(rows)
+    case = Case("tiny_deformable_detr", "random", "bfloat16", "inference")
+    for provider in compiled.PROVIDERS:
+        assert 0 < found[case, provider, "error_logits"] < 0.1
+        duration = found[case, provider, "inference_ms"]
+        assert found[case, provider, "images_s"] == pytest.approx(2e3 / duration, rel=2e-3)
+    # The first call does far more than run.
+    assert found[case, "ours_compiled", "compile_s"] * 1e3 > 2 * found[case, "ours_compiled", "inference_ms"]
+    table = capsys.readouterr().out
+    assert "COMPILING, s" in table and "STEP, ms" not in table and "PEAK" not in table
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_and_table_of_training_and_compiled_inference(tmp_path):
+    pytest.importorskip("matplotlib")
+    recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
+    case = {"preset": "some_detector", "distribution": "random", "dtype": "bfloat16"}
+    for i, provider in enumerate(compiled.PROVIDERS, 1):
+        recorder.add(10 * i, **case, op="inference", provider=provider, metric="inference_ms", unit="ms")
+    recorder.add(50, **case, op="inference", provider="ours_compiled", metric="compile_s", unit="s")
+    cells = [line.split() for line in summary.summary(recorder.rows).splitlines()]
+    assert cells[0] == ["MODEL", "PROVIDER", "INFERENCE,", "ms", "COMPILING,", "s"]
+    assert cells[1] == ["some_detector", "upstream", "10", "1.00", "×", "-"]
+    assert cells[4] == ["some_detector", "ours_compiled", "40", "4.00", "×", "50"]
+    (axis,) = plot._model_pictures(recorder.rows)["models"].axes
+    assert axis.get_title() == "inference, ms"
+    assert [bar.get_height() for bar in axis.patches] == [10, 20, 30, 40]
+    for provider in steps.PROVIDERS:
+        train = case | {"op": "train_step", "provider": provider}
+        recorder.add(80, **train, metric="step_ms", unit="ms")
+        recorder.add(80, **train, metric="part_backward_ms", unit="ms")
+        recorder.add(2048, **train, metric="peak_mib", unit="MiB")
+    figure = plot._model_pictures(recorder.rows)["models"]
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["training step, ms", "inference, ms", "peak memory in training, GiB"]
+    assert [bar.get_height() for bar in figure.axes[1].patches] == [10, 20, 30, 40]
+    assert [bar.get_height() for bar in figure.axes[2].patches] == [2, 2, 2]
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert {*labels} == {*steps.PARTS, *steps.PROVIDERS, *compiled.PROVIDERS}
+    assert len(labels) == len({*labels})
+
+
+def test_wrong_compiled_outputs_fail_and_are_not_timed(tiny, anywhere, tmp_path, monkeypatch, capsys):
+    logits = compiled.logits
+    calls = iter(range(10))
+
+    def wrong(outputs):
+        # The float32 ones, upstream, ours, upstream_compiled, ours_compiled.
+        scale = 2 if next(calls) == 4 else 1
+        return {name: value * scale for name, value in logits(outputs).items()}
+
+    monkeypatch.setattr(compiled, "logits", wrong)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    assert main(["bench", "--model", "tiny_deformable_detr", "--compile", "--out", str(tmp_path)]) == 1
+    assert "FAILED: tiny_deformable_detr ours_compiled: logits is off by 1.0e+00, " in capsys.readouterr().out
+    rows = record.read(tmp_path / "results.csv")
+    timed = [row["provider"] for row in rows if row["metric"] == "inference_ms"]
+    assert sorted(timed) == ["ours", "upstream", "upstream_compiled"]
+
+
+def test_only_what_is_asked_for_is_compiled(tiny, tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: built.append(options) or model)
+    recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
+    bench = cpu_bench(tiny_deformable_detr)
+    assert list(compiled.measure("tiny", "", bench, recorder, ["ours"])) == []
+    assert built == []
+    # Ours is held to upstream's, which is compiled without a row.
+    assert list(compiled.measure("tiny", "", bench, recorder, ["ours_compiled"])) == []
+    assert built == [{"backend": "inductor", "dynamic": False}] * 2
+    timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
+    assert timed == ["ours", "ours_compiled"]
+
+
+def test_what_cannot_be_compiled_is_named(tiny, tmp_path, monkeypatch):
+    def refuse(model, **options):
+        def call(**inputs):
+            raise torch._dynamo.exc.Unsupported("no such\ninstruction")
+
+        return call if built.append(1) or len(built) == 1 else model
+
+    built = []
+    monkeypatch.setattr(torch, "compile", refuse)
+    recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
+    failed = list(compiled.measure("tiny", "", cpu_bench(tiny_deformable_detr), recorder, compiled.PROVIDERS))
+    assert [line.partition(" no such instruction")[0] for line in failed] == ["upstream_compiled: Unsupported:"]
+    timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
+    assert timed == ["upstream", "ours", "ours_compiled"]
+
+
+def test_logits_are_found_by_name_or_place():
+    one, two = torch.ones(2, dtype=torch.bfloat16), torch.zeros(3)
+    outputs = {"loss": two, "class_logits": one, "mask_logits": two, "auxiliary_logits": [one], "pred_boxes": one}
+    found = compiled.logits(outputs)
+    assert list(found) == ["class_logits", "mask_logits"] and found["class_logits"].dtype == torch.float32
+    assert torch.equal(compiled.logits(([one, two], two))["logits"], torch.ones(2))
 
 
 # Convergence

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from deformops_models.bench.presets import DISTRIBUTIONS, PRESETS, Case, Preset
 from deformops_models.bench.record import Row
-from deformops_models.bench.steps import PARTS, PROVIDERS
-from deformops_models.bench.summary import Medians, cases, medians
+from deformops_models.bench.steps import PARTS
+from deformops_models.bench.summary import FAMILY, FAMILY_METRICS, Medians, cases, medians, ratios
 from deformops_models.console import UsageError, require, whole_file
 
 if TYPE_CHECKING:
@@ -25,11 +25,21 @@ _COLORS = {
     "transformers_compiled": "#4b4f57",
     "upstream": "#8a8f98",
     "ours_attention": "#7cc4a4",
+    "upstream_compiled": "#4b4f57",
+    "ours_compiled": "#4f6db3",
 }
 _PART_COLORS = dict(
     zip(PARTS, ("#4f6db3", "#1b7f5c", "#8fb5e0", "#b3261e", "#e3b868", "#8a8f98", "#4b4f57"), strict=True)
 )
+#: Of whole detectors, in the order of the bars: what is written above a bar of parts.
 _SHORT = {"upstream": "upstream", "ours_attention": "attention\nonly", "ours": "ours"}
+_WHOLE = (*_SHORT, "upstream_compiled", "ours_compiled")
+#: Op, metric, and how many of its units make the title's.
+_PANELS = {
+    "training step, ms": ("train_step", "step_ms", 1),
+    "inference, ms": ("inference", "inference_ms", 1),
+    "peak memory in training, GiB": ("train_step", "peak_mib", 1024),
+}
 _DIRECTIONS = {"forward_us": "forward", "backward_us": "backward"}
 _BYTES = 2  # of a bfloat16
 _PLAIN = {"frameon": False, "fontsize": 9}
@@ -43,7 +53,7 @@ Heights = dict[Case, float]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Writes speedup.png, memory.png and roofline.png, and models.png, into `folder`, whichever have rows.
+    """Writes speedup.png, memory.png, roofline.png, models.png and families.png into `folder`, whichever have rows.
 
     Later rows replace earlier ones.
 
@@ -51,9 +61,9 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         UsageError: matplotlib is missing, or the rows hold nothing to draw.
     """
     require("bench", "matplotlib")
-    pictures = _operator_pictures(rows) | _model_pictures(rows)
+    pictures = _operator_pictures(rows) | _model_pictures(rows) | _family_pictures(rows)
     if not pictures:
-        raise UsageError("no row times ours as deformable_attention in bfloat16, or a training step")
+        raise UsageError("no row times ours as deformable_attention in bfloat16, or a whole detector")
     paths = []
     for name, figure in pictures.items():
         paths.append(folder / f"{name}.png")
@@ -82,52 +92,81 @@ def _operator_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
 
 
 def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
-    """The training step of each detector as bars of its parts, its inference and its memory."""
+    """The training step of each detector as bars of its parts, its inference and its memory; what has rows of these."""
     from matplotlib.figure import Figure
 
     whole = [row for row in rows if row["op"] in ("train_step", "inference")]
     found = medians(whole)
-    parts = [case for case, _, metric in found if metric == f"part_{PARTS[0]}_ms"]
-    shown = list(dict.fromkeys(parts))
-    if not shown:
+    present = {(case.op, metric) for case, _, metric in found}
+    panels = {title: panel for title, panel in _PANELS.items() if panel[:2] in present}
+    if not panels:
         return {}
+    timed = [case._replace(op="") for case, _, metric in found if metric in ("step_ms", "inference_ms")]
+    shown = list(dict.fromkeys(timed))
     figure = Figure(figsize=(max(11, 5 * len(shown)), 5), layout="constrained")
-    steps, inference, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    for place, case in enumerate(shown):
-        providers = [name for name in PROVIDERS if (case, name, "step_ms") in found]
-        for i, provider in enumerate(providers):
-            width = 0.84 / len(providers)
-            x = place + (i - (len(providers) - 1) / 2) * width
-            height = 0.0
-            for part in PARTS:
-                time = found.get((case, provider, f"part_{part}_ms"), 0.0)
-                steps.bar(x, time, width * 0.9, bottom=height, color=_PART_COLORS[part])
-                height += time
-            total = found[case, provider, "step_ms"]
-            steps.annotate(
-                f"{_SHORT[provider]}\n{_number(total)}", (x, height), (0, 3), textcoords="offset points", ha="center",
-                fontsize=8,
-            )  # fmt: skip
-            others = ((inference, case._replace(op="inference"), "inference_ms", 1), (memory, case, "peak_mib", 1024))
-            for axis, key, metric, unit in others:
-                value = found.get((key, provider, metric), 0.0) / unit
-                bars = axis.bar(x, value, width * 0.9, color=_COLORS[provider])
-                axis.bar_label(bars, [_number(value)], fontsize=8, padding=2)
-    titles = ("training step, ms", "inference, ms", "peak memory in training, GiB")
-    for axis, title in zip((steps, inference, memory), titles, strict=True):
-        names = [case.preset.replace("_", "\n", 1) for case in shown]
-        axis.set_xticks(range(len(shown)), names, fontsize=8)
+    widths = [2 if metric == "step_ms" else 1 for _, metric, _ in panels.values()]
+    axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
+    drawn = {}
+    for axis, (title, (op, metric, unit)) in zip(axes, panels.items(), strict=True):
+        for place, case in enumerate(shown):
+            key = case._replace(op=op)
+            heights = {name: found[key, name, metric] / unit for name in _WHOLE if (key, name, metric) in found}
+            for i, (provider, height) in enumerate(heights.items()):
+                width = 0.84 / len(heights)
+                x = place + (i - (len(heights) - 1) / 2) * width
+                if metric == "step_ms":
+                    _parts(axis, x, width * 0.9, {p: found.get((key, provider, f"part_{p}_ms"), 0.0) for p in PARTS})
+                    axis.annotate(
+                        f"{_SHORT[provider]}\n{_number(height)}", (x, height), (0, 3), textcoords="offset points",
+                        ha="center", fontsize=8,
+                    )  # fmt: skip
+                else:
+                    drawn[provider] = axis.bar(x, height, width * 0.9, color=_COLORS[provider])
+                    axis.bar_label(drawn[provider], [_number(height)], fontsize=8, padding=2)
+        axis.set_xticks(range(len(shown)), [case.preset.replace("_", "\n", 1) for case in shown], fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
-    for part in reversed(PARTS):
-        steps.bar(0, 0, color=_PART_COLORS[part], label=part)
-    for provider in PROVIDERS:
-        inference.bar(0, 0, color=_COLORS[provider], label=provider)
-    figure.legend(*steps.get_legend_handles_labels(), loc="outside left center", **_PLAIN)
-    figure.legend(*inference.get_legend_handles_labels(), loc="outside lower right", ncols=3, **_PLAIN)
+    if ("train_step", "step_ms") in present:
+        for part in reversed(PARTS):
+            axes[0].bar(0, 0, color=_PART_COLORS[part], label=part)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside left center", **_PLAIN)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower right", ncols=len(_WHOLE), **_PLAIN)
     figure.suptitle(f"bf16 autocast, {whole[-1]['gpu']}, torch {whole[-1]['torch']}", fontsize=11)
     return {"models": figure}
+
+
+def _parts(axis: "Axes", x: float, width: float, times: dict[str, float]) -> None:
+    """A bar of bars."""
+    bottom = 0.0
+    for part, time in times.items():
+        axis.bar(x, time, width, bottom=bottom, color=_PART_COLORS[part])
+        bottom += time
+
+
+def _family_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
+    """Bars of each family's time patched over unpatched, and a line where they are equal."""
+    from matplotlib.figure import Figure
+
+    found = ratios(medians(rows))
+    if not found:
+        return {}
+    names = sorted(found, key=lambda name: found[name].get("step_ms", 0.0), reverse=True)
+    figure = Figure(figsize=(8, 1.2 + 0.36 * len(names)), layout="constrained")
+    axis = figure.add_subplot()
+    for i, (metric, color) in enumerate(zip(FAMILY_METRICS, ("#1b7f5c", "#4f6db3"), strict=True)):
+        heights = [found[name].get(metric, 0.0) for name in names]
+        places = [place + (0.2 if i == 0 else -0.2) for place in range(len(names))]
+        axis.barh(places, heights, 0.38, color=color, label=FAMILY_METRICS[metric])
+        for place, height in zip(places, heights, strict=True):
+            axis.text(height + 0.01, place, f"{height:.2f}", va="center", fontsize=7)
+    axis.axvline(1.0, color="#4b4f57", linewidth=1, linestyle="--")
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xlabel("time patched / unpatched (less is better)")
+    axis.legend(**_PLAIN)
+    last = [row for row in rows if row["op"] == FAMILY][-1]
+    axis.set_title(f"bfloat16 autocast, {last['gpu'] or 'CPU'}, torch {last['torch']}", fontsize=11)
+    return {"families": figure}
 
 
 def _position(case: Case) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deformops_models import console
 from deformops_models.backend import resolve
-from deformops_models.bench import convergence, families, measure, models, plot, record, steps
+from deformops_models.bench import compiled, convergence, families, measure, models, plot, record, steps
 from deformops_models.bench.peers import PROVIDERS, by_default, refusal
 from deformops_models.bench.presets import DISTRIBUTIONS, LINEAR, OPS, PRESETS, Case, Problem
 from deformops_models.bench.summary import summary
@@ -30,44 +30,71 @@ def run(args: argparse.Namespace) -> int:
     """Times what is asked for, writes `results.csv` and the pictures, and prints a summary.
 
     Returns:
-        0, or 1 if an error of this package's own results exceeded its bound.
+        0, or 1 if an error of this package's own results exceeded its bound, or a detector raised one.
 
     Raises:
         UsageError: a name is unknown, nothing is left to time, or there is no GPU.
     """
     if args.plot_only:
-        rows, folder = record.read(Path(args.plot_only)), console.output_folder(args.out)
-        ops = {row["op"] for row in rows}
-        pictures = [families.draw(rows, folder)] if families.OP in ops else []
-        for picture in pictures + (plot.draw(rows, folder) if ops != {families.OP} else []):
+        for picture in plot.draw(record.read(Path(args.plot_only)), console.output_folder(args.out)):
             print(picture)
         return 0
-    if args.model:
-        return _run_models(args)
+    if args.compile and not args.model:
+        raise UsageError("--compile: only whole detectors are compiled: name them with --model")
     if args.convergence:
         _check_gpu()
         return convergence.run(console.output_folder(args.out))
-    if args.family:
-        _check_gpu()
-        return families.run(args.family, args.out, commit=args.commit)
+    if args.model or args.family:
+        return _run_detectors(args)
     rows, left_out = select(args)
-    _check_gpu()
-    for line in left_out:
-        print(f"left out: {line}")
-    recorder = record.Recorder(console.output_folder(args.out) / "results.csv", record.machine(args.commit))
+    recorder = _begin(args, left_out)
     compile_ahead(rows)
     with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
         failures = time_all(rows, recorder)
     return report(recorder, failures)
 
 
-def _run_models(args: argparse.Namespace) -> int:
-    names = _named("--model", args.model, models.MODELS | {"all": None})
-    names = list(models.PUBLISHED if "all" in names else ()) + [name for name in names if name != "all"]
-    providers = _named("--provider", args.provider, steps.PROVIDERS) or steps.PROVIDERS
+def _run_detectors(args: argparse.Namespace) -> int:
+    if args.family:
+        measure, known = families.measure, families.PROVIDERS
+        chosen, left_out = choose("--family", args.family, models.FAMILIES, models.FAMILIES)
+    else:
+        measure, known = (compiled.measure, compiled.PROVIDERS) if args.compile else (steps.measure, steps.PROVIDERS)
+        chosen, left_out = choose("--model", args.model, models.MODELS, models.PUBLISHED)
+    providers = list(_named("--provider", args.provider, dict.fromkeys(known)) or known)
+    recorder = _begin(args, left_out)
+    return report(recorder, steps.run(chosen, measure, recorder, providers))
+
+
+def _begin(args: argparse.Namespace, left_out: Sequence[str]) -> record.Recorder:
+    """Checks what a run needs, and says what is left out of it."""
     _check_gpu()
-    recorder = record.Recorder(console.output_folder(args.out) / "results.csv", record.machine(args.commit))
-    return report(recorder, steps.run(list(dict.fromkeys(names)), list(providers), recorder))
+    for line in left_out:
+        print(f"left out: {line}")
+    return record.Recorder(console.output_folder(args.out) / "results.csv", record.machine(args.commit))
+
+
+def choose(
+    option: str, names: Sequence[str], known: Mapping[str, models.Workload], everything: Iterable[str]
+) -> tuple[dict[str, models.Workload], list[str]]:
+    """The named detectors, "all" being those of `everything` that are installed; and a line for each that is not.
+
+    Raises:
+        UsageError: a name is unknown or what it needs is not installed, or "all" leaves nothing.
+    """
+    chosen, left_out = {}, []
+    for name in _named(option, names, known | {"all": None}):
+        for each in everything if name == "all" else (name,):
+            problem = known[each].absent()
+            if problem and name != "all":
+                raise UsageError(f"{option} {name}: {problem}")
+            if problem:
+                left_out.append(f"{each}, {problem}")
+            else:
+                chosen[each] = known[each]
+    if not chosen:
+        raise UsageError(f"{option}: nothing is left to time: {'; '.join(left_out)}")
+    return chosen, left_out
 
 
 def select(args: argparse.Namespace) -> tuple[list[tuple[Case, str]], list[str]]:

@@ -4,17 +4,17 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deformops_models.backend import call_counts
 from deformops_models.bench.measure import Quantiles, quantiles
-from deformops_models.bench.models import MODELS, Detector, on, wake_attention
+from deformops_models.bench.models import Workload, on, wake_attention
 from deformops_models.bench.record import Recorder
-from deformops_models.console import missing
 from deformops_models.patching import PARTS as PATCHED
 from deformops_models.patching import patch, unpatch
 
@@ -22,10 +22,14 @@ from deformops_models.patching import patch, unpatch
 PROVIDERS = {"upstream": (), "ours_attention": ("attention",), "ours": PATCHED}
 #: Of a training step, in the order in which they run; "decoder" is what of the forward pass is in no other part.
 PARTS = ("backbone", "msda", "decoder", "matching", "loss", "backward", "optimizer")
-_WARM_UP = 3
-_STEPS = 10
-_INFERENCES = 20
+ROUNDS = 3
+WARM_UP = 3  # calls before the first of a round that is timed; one in later rounds
+_STEPS = 5  # of a round, as are inferences
+INFERENCES = 7
 _SEEDS = range(7, 12)
+
+#: Milliseconds by part, of everything as "total", and the peak memory in MiB as "peak".
+Sample = dict[str, float]
 
 
 class Timeline:
@@ -75,79 +79,91 @@ class Timeline:
         return start.elapsed_time(end) if self.cuda else (end - start) * 1e3
 
 
-def run(names: Sequence[str], providers: Sequence[str], recorder: Recorder, device: str = "cuda") -> list[str]:
-    """Records errors, times and memory of each model and prints a line for each; returns what failed."""
+#: Measures the bench of a name under providers into a recorder, with a title for what it prints; yields what failed.
+Measure = Callable[[str, str, "Bench", Recorder, Sequence[str]], Iterator[str]]
+
+
+def run(
+    workloads: Mapping[str, Workload],
+    measure: Measure,
+    recorder: Recorder,
+    providers: Sequence[str],
+    device: str = "cuda",
+) -> list[str]:
+    """Builds and measures detectors one after the other; returns what failed."""
     failures = []
-    for number, name in enumerate(names, 1):
-        title = f"[{number}/{len(names)}] {name}"
-        if problem := missing("all", MODELS[name].packages):
-            print(f"{title}: skipped: {problem}", flush=True)
-            continue
+    for number, (name, workload) in enumerate(workloads.items(), 1):
+        title = f"[{number}/{len(workloads)}] {name}"
         start = time.perf_counter()
         try:
-            failures += _run_model(name, title, providers, recorder, torch.device(device))
+            bench = Bench(workload, torch.device(device))
+            count = sum(p.numel() for p in bench.model.parameters())
+            print(f"{title}: {count / 1e6:.1f} M parameters", flush=True)
+            for failure in measure(name, title, bench, recorder, providers):
+                failures.append(f"{name} {failure}")
         except torch.cuda.OutOfMemoryError as error:
             print(f"{title}: skipped: {str(error).partition('. ')[0]}", flush=True)
+        # Upstream's code can raise anything; the other detectors are timed all the same.
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         print(f"{title}: {time.perf_counter() - start:.0f} s", flush=True)
-        _forget()
+        bench = None
+        forget()
     return failures
 
 
-def _run_model(
-    name: str, title: str, providers: Sequence[str], recorder: Recorder, device: torch.device
-) -> Iterator[str]:
-    """One model under all providers; yields what failed."""
-    torch.manual_seed(3)
-    detector = MODELS[name].build()
-    wake_attention(detector.model)
-    for module in detector.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    bench = _Bench(detector, device)
-    row = {"preset": name, "distribution": "random", "dtype": "bfloat16"}
-    print(f"{title}: {sum(p.numel() for p in detector.model.parameters()) / 1e6:.1f} M parameters", flush=True)
-    passed = {}
+def measure(name: str, title: str, bench: "Bench", recorder: Recorder, providers: Sequence[str]) -> Iterator[str]:
+    """Errors, times and memory of training steps and inference."""
+    row = {"preset": name, "distribution": "random", "dtype": bench.detector.dtype}
+    passed = []
     for provider, errors, kernels, problem in bench.check(providers):
         train = row | {"op": "train_step", "provider": provider}
         for quantity, error in errors.items():
             recorder.add(error, **train, metric=f"error_{quantity}", unit="1")
         recorder.add(kernels, **train, metric="kernel_calls", unit="1")
-        said = ", ".join(f"{quantity} off by {error:.1e}" for quantity, error in errors.items())
-        print(f"{title} {provider}: {said}{f': {problem}' if problem else ''}", flush=True)
-        passed[provider] = problem is None
+        print(f"{title} {provider}: {said(errors)}{f': {problem}' if problem else ''}", flush=True)
         if problem:
-            yield f"{name} {provider}: {problem}"
-    for provider in providers:
-        if not passed[provider]:
-            continue
-        with bench.patched(provider):
-            steps, peak = bench.steps()
-            inference = bench.inference()
+            yield f"{provider}: {problem}"
+        else:
+            passed.append(provider)
+    for provider, times in bench.interleaved(passed, bench.steps, _STEPS).items():
         train = row | {"op": "train_step", "provider": provider}
-        recorder.add(*steps["total"], **train, metric="step_ms", unit="ms")
+        recorder.add(*times["total"], **train, metric="step_ms", unit="ms")
         for part in PARTS:
-            recorder.add(*steps.get(part, (0.0,)), **train, metric=f"part_{part}_ms", unit="ms")
-        recorder.add(peak, **train, metric="peak_mib", unit="MiB")
-        recorder.add(bench.images / steps["total"][0] * 1e3, **train, metric="images_s", unit="1/s")
-        infer = row | {"op": "inference", "provider": provider}
-        recorder.add(*inference, **infer, metric="inference_ms", unit="ms")
-        recorder.add(bench.images / inference[0] * 1e3, **infer, metric="images_s", unit="1/s")
-        print(
-            f"{title} {provider}: step {steps['total'][0]:.1f} ms, inference {inference[0]:.1f} ms, "
-            f"peak {peak / 1024:.2f} GiB",
-            flush=True,
-        )
-        _forget()
+            recorder.add(*times.get(part, (0.0,)), **train, metric=f"part_{part}_ms", unit="ms")
+        recorder.add(*times["peak"], **train, metric="peak_mib", unit="MiB")
+        recorder.add(bench.images / times["total"][0] * 1e3, **train, metric="images_s", unit="1/s")
+        text = f"step {times['total'][0]:.1f} ms, peak {times['peak'][0] / 1024:.2f} GiB"
+        print(f"{title} {provider}: {text}", flush=True)
+    inference = bench.interleaved(passed, bench.inferences, INFERENCES)
+    record_inference(inference, title, bench, recorder, row | {"op": "inference"})
 
 
-class _Bench:
-    """A detector on a device, and what is measured of it."""
+def record_inference(
+    found: Mapping[str, Mapping[str, Quantiles]], title: str, bench: "Bench", recorder: Recorder, row: dict[str, str]
+) -> None:
+    """Records and prints the times of each provider."""
+    for provider, times in found.items():
+        recorder.add(*times["total"], **row, provider=provider, metric="inference_ms", unit="ms")
+        images = bench.images / times["total"][0] * 1e3
+        recorder.add(images, **row, provider=provider, metric="images_s", unit="1/s")
+        print(f"{title} {provider}: inference {times['total'][0]:.1f} ms", flush=True)
 
-    def __init__(self, detector: Detector, device: torch.device) -> None:
-        self.detector, self.device = detector, device
-        self.model = detector.model.to(device)
-        self.pixels, self.targets = detector.pixels.to(device), on(device, detector.targets)
-        self.images = len(self.pixels)
+
+class Bench:
+    """A detector on a device without dropout, and what is measured of it."""
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        torch.manual_seed(3)
+        self.detector, self.device = workload.build(), device
+        wake_attention(self.detector.model)
+        self.model = self.detector.model.to(device)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.inputs, self.targets = on(device, self.detector.inputs), on(device, self.detector.targets)
+        self.images = len(next(iter(self.inputs.values())))
 
     @contextlib.contextmanager
     def patched(self, provider: str) -> Iterator[None]:
@@ -158,6 +174,10 @@ class _Bench:
         finally:
             unpatch(self.model)
 
+    def autocast(self, half: bool = True) -> torch.autocast:
+        half = half and self.detector.dtype == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=half)
+
     def check(self, providers: Sequence[str]) -> Iterator[tuple[str, dict[str, float], int, str | None]]:
         """The gate: median errors of loss and gradient norm over several seeds against the unpatched float32 step.
 
@@ -167,12 +187,12 @@ class _Bench:
             Provider, errors by quantity, launches of the kernel per step, and what is wrong or None.
         """
         self.model.train()
-        exact = [self._values(seed, half=False) for seed in _SEEDS]
+        exact = [self.values(seed, half=False) for seed in _SEEDS]
         allowed = {}
         for provider in dict.fromkeys(("upstream", *providers)):
             before = call_counts.copy()
             with self.patched(provider):
-                found = [self._values(seed, half=True) for seed in _SEEDS]
+                found = [self.values(seed, half=True) for seed in _SEEDS]
             counts = call_counts - before
             errors = {
                 quantity: statistics.median(
@@ -180,82 +200,146 @@ class _Bench:
                 )
                 for quantity in ("loss", "grad_norm")
             }
-            allowed = allowed or {q: 2 * (error + torch.finfo(torch.bfloat16).eps) for q, error in errors.items()}
+            allowed = allowed or {q: twice(error) for q, error in errors.items()}
             if provider not in providers:
                 continue
-            problem = "; ".join(
-                f"{quantity} is off by {error:.1e}, {allowed[quantity]:.1e} is allowed"
-                for quantity, error in errors.items()
-                if not error <= allowed[quantity]
-            )
-            launches = counts["msda_forward"] // len(_SEEDS)
-            if self.device.type == "cuda" and PROVIDERS[provider] and (not launches or counts["upstream_forward"]):
-                problem = "its kernels did not run"
-            yield provider, errors, launches, problem or None
+            problem = self.idle(provider, counts) or too_far(errors, allowed)
+            yield provider, errors, counts["msda_forward"] // len(_SEEDS), problem
         self.model.zero_grad(set_to_none=True)
-        _forget()
+        forget()
 
-    def _values(self, seed: int, half: bool) -> dict[str, float]:
+    def idle(
+        self, provider: str, counts: Mapping[str, int], needed: Sequence[str] = ("msda_forward", "msda_backward")
+    ) -> str | None:
+        """Says so if patched modules did not run the kernels that are needed, going by what was counted."""
+        if self.device.type != "cuda" or not PROVIDERS[provider]:
+            return None
+        ran = all(counts[kernel] for kernel in needed) and not counts["upstream_forward"]
+        return None if ran else "its kernels did not run"
+
+    def values(self, seed: int, half: bool = True) -> dict[str, float]:
+        """Loss and norm of the gradient of a step from a seed."""
         torch.manual_seed(seed)
         self.model.zero_grad(set_to_none=True)
-        loss = self._loss(half)
+        loss = self.loss(half)
         loss.backward()
         norms = [p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
         return {"loss": loss.item(), "grad_norm": torch.stack(norms).norm().item()}
 
-    def _loss(self, half: bool = True) -> torch.Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            return self.detector.loss(self.model, self.pixels, self.targets)
+    def loss(self, half: bool = True) -> Tensor:
+        with self.autocast(half):
+            return self.detector.loss(self.model, self.inputs, self.targets)
 
-    def steps(self) -> tuple[dict[str, Quantiles], float]:
-        """Milliseconds of training steps by part, and the peak memory in MiB; weights are as before afterwards.
+    def infer(self, model: nn.Module | None = None, half: bool = True) -> object:
+        """The outputs, of `model` in place of the detector's own."""
+        # Inference mode would leave tensors in upstream's caches that training cannot use.
+        with torch.no_grad(), self.autocast(half):
+            return self.detector.infer(self.model if model is None else model, self.inputs)
 
-        Nothing waits for the device between steps, as in a real training.
+    def interleaved(
+        self, providers: Sequence[str], measure: Callable[[int, int], list[Sample]], calls: int
+    ) -> dict[str, dict[str, Quantiles]]:
+        """Quantiles by provider and part. All take turns, as the speed of a host drifts within minutes.
+
+        Args:
+            providers: of `PROVIDERS`.
+            measure: gives samples, for the number of calls before the first one that is timed, and of those timed.
+            calls: timed in each round.
         """
-        self.model.train()
-        before = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
-        cuda = self.device.type == "cuda"
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=cuda)
-        lines = []
-        for step in range(_WARM_UP + _STEPS):
-            if step == _WARM_UP and cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            lines.append(self._step(optimizer))
-        times = [line.times() for line in lines[_WARM_UP:]]
-        peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
-        self.model.load_state_dict(before)
-        return {part: quantiles([t.get(part, 0.0) for t in times]) for part in times[0]}, peak
+        found = {provider: [] for provider in providers}
+        for number in range(ROUNDS):
+            for provider, samples in found.items():
+                with self.patched(provider):
+                    samples += measure(1 if number else WARM_UP, calls)
+        return {provider: summarized(samples) for provider, samples in found.items()}
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> Timeline:
+    def steps(self, warm_up: int, calls: int) -> list[Sample]:
+        """Training steps with AdamW; weights are as before afterwards."""
+        before = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
+        samples = self.losses(warm_up, calls, optimizer)
+        self.model.load_state_dict(before)
+        return samples
+
+    def losses(self, warm_up: int, calls: int, optimizer: torch.optim.Optimizer | None = None) -> list[Sample]:
+        """Forward and backward passes, and steps of the optimizer if there is one."""
+        self.model.train()
+        samples = self.clock(lambda: self.step(optimizer), warm_up, calls)
+        self.model.zero_grad(set_to_none=True)
+        return samples
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> Timeline:
+        # Every step draws the same numbers.
+        torch.manual_seed(7)
+        self.model.zero_grad(set_to_none=True)
         line = Timeline(self.device)
         with contextlib.ExitStack() as stack:
             for part, owner, attribute, function in self.detector.calls(self.model):
                 timed = line.wrap(part, function)
                 stack.enter_context(mock.patch.object(owner, attribute, timed, create=True))
             with line.part("decoder"):
-                loss = self._loss()
+                loss = self.loss()
         with line.part("backward"):
             loss.backward()
-        with line.part("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        if optimizer is not None:
+            with line.part("optimizer"):
+                optimizer.step()
         return line
 
-    def inference(self) -> Quantiles:
-        """Milliseconds of one forward pass."""
+    def inferences(self, warm_up: int, calls: int, model: nn.Module | None = None) -> list[Sample]:
+        """Forward passes, of `model` in place of the detector's own."""
         self.model.eval()
-        lines = []
-        with torch.no_grad():  # inference mode would leave tensors in upstream's caches that training cannot use
-            for _ in range(_WARM_UP + _INFERENCES):
-                line = Timeline(self.device)
-                with line.part("forward"), torch.autocast(self.device.type, torch.bfloat16):
-                    self.detector.infer(self.model, self.pixels, self.targets)
-                lines.append(line)
-        return quantiles([line.times()["total"] for line in lines[_WARM_UP:]])
+
+        def call() -> Timeline:
+            torch.manual_seed(7)
+            line = Timeline(self.device)
+            with line.part("forward"):
+                self.infer(model)
+            return line
+
+        return self.clock(call, warm_up, calls)
+
+    def clock(self, call: Callable[[], Timeline], warm_up: int, calls: int) -> list[Sample]:
+        """Calls one after the other; nothing waits for the device between them, as in a real training."""
+        cuda = self.device.type == "cuda"
+        for _ in range(warm_up):
+            call()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        lines = [call() for _ in range(calls)]
+        times = [line.times() for line in lines]
+        peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
+        return [sample | {"peak": peak} for sample in times]
 
 
-def _forget() -> None:
+def summarized(samples: Sequence[Sample]) -> dict[str, Quantiles]:
+    """Quantiles by part; a part that does not run in a step takes no time in it."""
+    return {part: quantiles([sample.get(part, 0.0) for sample in samples]) for part in samples[0]}
+
+
+def said(errors: Mapping[str, float]) -> str:
+    return ", ".join(f"{quantity} off by {error:.1e}" for quantity, error in errors.items())
+
+
+def twice(error: float) -> float:
+    """The error that ours may have where upstream's is `error`: twice as much, and a rounding."""
+    return 2 * (error + torch.finfo(torch.bfloat16).eps)
+
+
+def too_far(errors: Mapping[str, float], allowed: Mapping[str, float]) -> str | None:
+    """Names the errors that are larger than allowed; NaN is."""
+    return (
+        "; ".join(
+            f"{quantity} is off by {error:.1e}, {allowed[quantity]:.1e} is allowed"
+            for quantity, error in errors.items()
+            if not error <= allowed[quantity]
+        )
+        or None
+    )
+
+
+def forget() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -9,6 +9,10 @@ from deformops_models.bench.presets import LINEAR, Case
 from deformops_models.bench.record import Row
 from deformops_models.console import table
 
+#: The `op` of rows of `bench --family`, and what it times, with its name in print.
+FAMILY = "family"
+FAMILY_METRICS = {"step_ms": "training step", "inference_ms": "inference"}
+
 Medians = dict[tuple[Case, str, str], float]
 
 
@@ -25,9 +29,9 @@ def cases(found: Medians, metric: str) -> list[Case]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """Tables of device times, of host times, of how they grow, and of whole detectors; those that have rows."""
+    """Tables of device and host times, of how they grow, of whole detectors and families; those that have rows."""
     found = medians(rows)
-    tables = (_device(found), _host(found), _growth(found), _models(found))
+    tables = (_device(found), _host(found), _growth(found), _models(found), _families(found))
     return "\n\n".join(table(cells) for cells in tables if len(cells) > 1)
 
 
@@ -76,18 +80,44 @@ def _growth(found: Medians) -> list[tuple[str, ...]]:
 
 
 def _models(found: Medians) -> list[tuple[str, ...]]:
-    """Each provider's training step, inference and peak memory, and how many times upstream's they are."""
-    cells = [("MODEL", "PROVIDER", "STEP, ms", "", "INFERENCE, ms", "", "PEAK, MiB", "")]
-    for case, provider, metric in found:
-        if metric != "step_ms":
-            continue
-        infer = case._replace(op="inference")
+    """Each provider's training step, inference, compiling and peak memory, and how many times upstream's they are."""
+    columns = {
+        "STEP, ms": ("train_step", "step_ms"), "INFERENCE, ms": ("inference", "inference_ms"),
+        "COMPILING, s": ("inference", "compile_s"), "PEAK, MiB": ("train_step", "peak_mib"),
+    }  # fmt: skip
+    whole = [(case, provider, metric) for case, provider, metric in found if (case.op, metric) in columns.values()]
+    present = {(case.op, metric) for case, _, metric in whole}
+    keys = {title: key for title, key in columns.items() if key in present}
+    cells = [("MODEL", "PROVIDER", *(cell for title in keys for cell in (title, "")))]
+    for case, provider in dict.fromkeys((case._replace(op=""), provider) for case, provider, _ in whole):
         row = []
-        for key in ((case, "step_ms"), (infer, "inference_ms"), (case, "peak_mib")):
-            ours, theirs = (found.get((key[0], who, key[1])) for who in (provider, "upstream"))
+        for op, metric in keys.values():
+            ours, theirs = (found.get((case._replace(op=op), who, metric)) for who in (provider, "upstream"))
             row.append("-" if ours is None else f"{ours:,.4g}")
             row.append(f"{ours / theirs:.2f} ×" if ours and theirs else "")
         cells.append((case.preset, provider, *row))
+    return cells
+
+
+def ratios(found: Medians) -> dict[str, dict[str, float]]:
+    """By family and metric: time patched over time unpatched."""
+    by_family: dict[str, dict[str, float]] = {}
+    for (case, provider, metric), before in found.items():
+        after = found.get((case, "ours", metric))
+        if case.op == FAMILY and provider == "upstream" and metric in FAMILY_METRICS and after is not None:
+            by_family.setdefault(case.preset, {})[metric] = after / before
+    return by_family
+
+
+def _families(found: Medians) -> list[tuple[str, ...]]:
+    """The ratios of families, and their median."""
+    by_family = ratios(found)
+    cells = [("PATCHED / UNPATCHED", *(title.upper() for title in FAMILY_METRICS.values()))]
+    for name, values in by_family.items():
+        cells.append((name, *(f"{values[m]:.2f}" if m in values else "-" for m in FAMILY_METRICS)))
+    if by_family:
+        columns = ([values[m] for values in by_family.values() if m in values] for m in FAMILY_METRICS)
+        cells.append(("median", *(f"{statistics.median(column):.2f}" if column else "-" for column in columns)))
     return cells
 
 
