@@ -1,5 +1,4 @@
-"""A patched Mask2Former as a file that torch alone serves.
-
+"""A patched Mask2Former as a file that torch alone serves:
 python examples/serve_aoti.py package --model ALIAS --out model.pt2     on a GPU, with this package
 python examples/serve_aoti.py serve --out model.pt2                     on such a GPU, with torch and pillow alone
 curl --data-binary @street.jpg localhost:8000
@@ -55,5 +54,6 @@ if __name__ == "__main__":
             program = torch.export.export(network, (images,), dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(program, package_path=args.out)
     else:
+        torch.cuda.init()  # the loader does not
         model = torch._inductor.aoti_load_package(args.out)
         HTTPServer(("", 8000), Handler).serve_forever()

@@ -236,42 +236,50 @@ def aoti_in_a_fresh_process(program, inputs: tuple[Tensor, ...], folder, **varia
         sys.modules |= dict.fromkeys(("deformops_models", "transformers", "triton"))
         import torch
 
+        torch.cuda.init()
         program = torch._inductor.aoti_load_package(r"{path}")
         with torch.inference_mode():
             outputs = program(*torch.load(r"{folder}/inputs.pt"))
         torch.save(outputs, r"{folder}/outputs.pt")
-        print("saved")
     """
     result = fresh_process(script, PYTHONFAULTHANDLER="1", **variables)
-    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
-    return torch.load(folder / "outputs.pt")
+    assert result.returncode == 0, f"{result.returncode}: {result.stdout} {result.stderr[-3000:]}"
+    outputs = torch.load(folder / "outputs.pt")
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
-crashes = pytest.mark.xfail(
-    reason="with torch 2.11 a package crashed the process that loaded it, on an H200", strict=False
-)
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory):
+    """Skips where torch cannot load even a package that has nothing of ours."""
+    folder = tmp_path_factory.mktemp("linear")
+    layer, x = nn.Linear(16, 16).cuda(), torch.randn(4, 16, device="cuda")
+    program = torch.export.export(layer, (x,))
+    try:
+        (output,) = aoti_in_a_fresh_process(program, (x,), folder)
+    except AssertionError as error:
+        pytest.skip(f"torch cannot load a package of nn.Linear here either: {str(error)[-300:]}")
+    assert relative_error(output, layer(x)) < 1e-2
 
 
 @pytest.mark.gpu
-@crashes
-def test_aoti_package_of_the_operator(tmp_path):
+def test_aoti_package_of_the_operator(tmp_path, loader):
     inputs, exact = operands(5, 33, "cuda")
-    output = aoti_in_a_fresh_process(export_attend("cuda"), inputs, tmp_path)
-    assert relative_error(output if isinstance(output, Tensor) else output[0], exact) < 1e-5
+    (output,) = aoti_in_a_fresh_process(export_attend("cuda"), inputs, tmp_path)
+    assert relative_error(output, exact) < 1e-5
     too_many, _ = operands(17, 33, "cuda")
     torch.save(too_many, tmp_path / "inputs.pt")
     script = f"""
         import torch
 
+        torch.cuda.init()
         torch._inductor.aoti_load_package(r"{tmp_path}/model.pt2")(*torch.load(r"{tmp_path}/inputs.pt"))
     """
     assert fresh_process(script, AOTI_RUNTIME_CHECK_INPUTS="1").returncode != 0
 
 
 @pytest.mark.gpu
-@crashes
 @pytest.mark.parametrize("name", [MASK2FORMER, DEFORMABLE_DETR])
-def test_aoti_package_of_a_model(name, tmp_path, cell):
+def test_aoti_package_of_a_model(name, tmp_path, cell, loader):
     pytest.importorskip("transformers")
     cell(name, "AOTInductor", "cuda")
     model = Tensors(patched(DETECTORS[name], "cuda"))
