@@ -59,14 +59,23 @@ class Options:
     dtype: torch.dtype
 
 
+#: Raises `_UnfitError` for an image that the model's processor does not take.
 Detect = Callable[["Image"], list[Prediction]]
+
+
+class ImageError(UsageError):
+    """What is wrong with one image; others can be used."""
+
+
+class _UnfitError(ValueError):
+    pass
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `cli` for its arguments.
 
     Returns:
-        0 if every image was predicted; 2 if one could not be read, which is said on stderr.
+        0 if every image was predicted; 2 if one could not be read or prepared, which is said on stderr.
 
     Raises:
         UsageError: something was wrong before the first prediction.
@@ -92,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
         for source, stem in tqdm(list(zip(images, _stems(images), strict=True)), unit="image", disable=_no_bar(images)):
             try:
                 image = read_image(source)
-            except UsageError as error:
+                predictions = _detect(detect, image, source)
+            except ImageError as error:
                 failures += 1
                 tqdm.write(f"deformops-models: {error}", file=sys.stderr)
                 continue
-            predictions = detect(image)
             picture, record = folder / f"{stem}{_MARK}.png", folder / f"{stem}{_MARK}.json"
             document = {
                 "image": str(source),
@@ -119,6 +128,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(documents, indent=2))
     return 2 if failures else 0
+
+
+def _detect(detect: Detect, image: "Image", source: Path) -> list[Prediction]:
+    try:
+        return detect(image)
+    except _UnfitError as error:
+        raise ImageError(f"{source}: {error}") from error
 
 
 def _no_bar(images: Sequence[Path]) -> bool | None:
@@ -165,7 +181,7 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
     """The image upright and in RGB.
 
     Raises:
-        UsageError: the file cannot be read or is not an image.
+        ImageError: the file cannot be read or is not an image.
     """
     from PIL import Image, ImageOps
 
@@ -180,10 +196,10 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
                 upright = upright.convert("RGBA")
             return upright.convert("RGB")
     except Image.UnidentifiedImageError:
-        raise UsageError(f"{path}: not an image") from None
+        raise ImageError(f"{path}: not an image") from None
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path}: cannot read it: {reason}") from None
+        raise ImageError(f"{path}: cannot read it: {reason}") from None
 
 
 def _stems(paths: Sequence[Path]) -> list[str]:
@@ -309,7 +325,7 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
         try:
             inputs = processor(images=image, return_tensors="pt")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"--model {name}: its image processor fails: {error}") from error
+            raise _UnfitError(f"the image processor of {name} fails: {error}") from error
         with torch.inference_mode():
             outputs = model(inputs["pixel_values"].to(device, dtype), pixel_mask=inputs["pixel_mask"].to(device))
         for key, value in outputs.items():

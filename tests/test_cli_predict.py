@@ -510,3 +510,14 @@ def test_damaged_config_is_one_line(run, photo, deformable_detr, tmp_path, chang
     code, _, err = run(photo, "--model", folder, "--out", tmp_path / "out")
     assert code == 2
     assert len(err.splitlines()) == 1 and err.startswith("deformops-models: cannot load ")
+
+
+def test_an_image_that_the_processor_refuses_stops_no_other(run, photo, deformable_detr, tmp_path):
+    thin = tmp_path / "thin.png"
+    Image.new("RGB", (3000, 1)).save(thin)
+    code, out, err = run(thin, photo, "--model", deformable_detr, "--out", tmp_path / "out", "--size", "eval")
+    assert code == 2
+    assert err.splitlines()[-1].startswith(
+        f"deformops-models: {thin}: the image processor of {deformable_detr} fails: "
+    )
+    assert out.startswith(f"{photo}: ") and len(out.splitlines()) == 1
