@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def shard(model: nn.Module, device: torch.device) -> None:
             f"--fsdp: the model drops whole layers at the rate {rate}, each process others; set dropout to 0 in its "
             "config, or leave --fsdp out"
         )
+    # Upstream returns parts of a tensor, which nobody changes in place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor")
     model.to(device)
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
