@@ -35,7 +35,7 @@ from training import (  # noqa: E402
 
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
-from deformops_models.train import checkpoint, history, tasks  # noqa: E402
+from deformops_models.train import checkpoint, history, sharding, tasks  # noqa: E402
 
 STEPS_PER_EPOCH = 4
 COMMON = ("--device", "cpu", "--fp32", "--workers", "0", "--image-size", SIZE)
@@ -211,6 +211,12 @@ def test_sharded_mask2former_of_which_one_process_has_no_objects(data, tmp_path)
         # As without sharding.
         assert ours[1] == pytest.approx(theirs[1], rel=0.2)
     assert transformers.Mask2FormerForUniversalSegmentation.from_pretrained(two / "last")
+
+
+def test_a_model_that_drops_layers_is_not_sharded(mask2former):
+    model = tasks.load_model(tasks.TASKS["Mask2Former"], str(mask2former), None)
+    with pytest.raises(UsageError, match="--fsdp: the model drops whole layers at the rate 0.1, each process others"):
+        sharding.shard(model, torch.device("cpu"))
 
 
 def test_options_that_change_how_and_not_what(mask2former, data, tmp_path, capsys):
