@@ -94,7 +94,11 @@ def scores(out):
 
 def start(*arguments, processes=0):
     """Starts the command in a process of its own, or with torchrun in several."""
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone") if processes else ()
+    launcher = ()
+    if processes:
+        # With an address, as the machine's own name need not be known to it.
+        here = ("--standalone", "--local-addr", "127.0.0.1")
+        launcher = ("-m", "torch.distributed.run", *here, "--nproc-per-node", str(processes))
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "deformops_models.cli", *arguments],

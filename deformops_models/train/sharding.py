@@ -22,8 +22,8 @@ def shard(model: nn.Module, device: torch.device) -> None:
     that is not sharded. A policy that casts what goes into layers would round reference points and targets.
 
     Args:
-        model: with the same weights in every process.
-        device: of this process.
+        model: with the same weights in every process; what it holds moves to the device part by part.
+        device: of this process, and its current one.
 
     Raises:
         UsageError: the model drops whole layers, which processes would then not gather together.
@@ -35,7 +35,6 @@ def shard(model: nn.Module, device: torch.device) -> None:
         )
     # Upstream returns parts of a tensor, which nobody changes in place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor")
-    model.to(device)
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*innermost_layers(model), model):
@@ -45,7 +44,9 @@ def shard(model: nn.Module, device: torch.device) -> None:
 def share_buffers(model: nn.Module) -> None:
     """Gives every process the main one's buffers (running statistics of norms), which FSDP leaves alone."""
     for buffer in model.buffers():
-        torch.distributed.broadcast(buffer, src=0)
+        shared = buffer.contiguous()
+        torch.distributed.broadcast(shared, src=0)
+        buffer.copy_(shared)
 
 
 def whole(tree: Any, keep: bool = True) -> Any:
