@@ -138,7 +138,8 @@ def _add_training(commands: Any) -> None:
     command = commands.add_parser(
         "finetune",
         help="train a Mask2Former or Deformable DETR of transformers on a COCO-format folder",
-        description="On several GPUs: accelerate launch -m deformops_models.cli finetune ..., or torchrun -m.",
+        description="On several GPUs: torchrun --nproc-per-node N -m deformops_models.cli finetune ..., or accelerate "
+        "launch --multi_gpu -m.",
     )
     command.add_argument(
         "--model",
@@ -174,6 +175,9 @@ def _add_training(commands: Any) -> None:
     precision = command.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", default=None, help="autocast (default where a GPU has it)")
     precision.add_argument("--fp32", action="store_false", dest="bf16", help="float32 throughout")
+    command.add_argument(
+        "--fsdp", action="store_true", help="spread weights and optimizer over the processes too (FSDP2; default: DDP)"
+    )
     command.add_argument("--compile", action="store_true", help="torch.compile the model without its loss")
     command.add_argument("--gradient-checkpointing", action="store_true", help="less memory, more time")
     command.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="default: after each epoch only")

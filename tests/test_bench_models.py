@@ -3,7 +3,10 @@
 import functools
 import math
 import re
+import runpy
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -388,3 +391,24 @@ def test_a_tiny_detector_from_end_to_end(tiny, tmp_path):
         case = Case(name, "random", "bfloat16", "train_step")
         assert found[case, "ours", "kernel_calls"] == calls
         assert found[case, "ours", "peak_mib"] > 0
+
+
+def test_the_script_for_several_gpus_in_one_process(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "multi_gpu.py"
+    monkeypatch.setitem(models.MODELS, "mask2former_swin_t", models.Workload(tiny_mask2former))
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", str(tmp_path)])
+    try:
+        with pytest.raises(SystemExit) as leave:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert not leave.value.code
+    rows = record.read(tmp_path / "results.csv")
+    assert [row["metric"] for row in rows] == ["step_ms", "images_s", "peak_mib"]
+    assert {(row["op"], row["preset"], row["provider"]) for row in rows} == {
+        ("train_step", "mask2former_swin_t", "ours_1gpu")
+    }
+    assert rows[1]["median"] > 0

@@ -1,14 +1,14 @@
 """`finetune` and `eval` on tiny real models: kills, resumption, several processes, what a checkpoint is, errors."""
 
+import contextlib
 import json
-import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +19,24 @@ for module in ("transformers", "torchvision", "pycocotools", "accelerate", "matp
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from PIL import Image  # noqa: E402
+from training import (  # noqa: E402
+    ROOT,
+    SIZE,
+    evaluated_on_training_images,
+    finished,
+    kill_one_rank,
+    losses,
+    scores,
+    start,
+    two_images_one_empty,
+    write_deformable_detr,
+    write_mask2former,
+)
 
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
-from deformops_models.train import checkpoint, history, tasks  # noqa: E402
+from deformops_models.train import checkpoint, history, sharding, tasks  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
-SIZE = 64
 STEPS_PER_EPOCH = 4
 COMMON = ("--device", "cpu", "--fp32", "--workers", "0", "--image-size", SIZE)
 
@@ -47,82 +58,17 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mask2former(tmp_path_factory):
-    """A folder with the config of a small Mask2Former and no weights."""
-    backbone = transformers.SwinConfig(
-        embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )  # fmt: skip
-    config = transformers.Mask2FormerConfig(
-        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
-        encoder_layers=1, num_attention_heads=2, dim_feedforward=32, decoder_layers=2, num_queries=10,
-        train_num_points=500, dropout=0.1,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("mask2former")
-    config.save_pretrained(folder)
-    return folder
+    return write_mask2former(tmp_path_factory.mktemp("mask2former"), dropout=0.1)
 
 
 @pytest.fixture(scope="module")
 def deformable_detr(tmp_path_factory):
-    """A folder with a small Deformable DETR of another number of classes, without dropout."""
-    backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic",
-        out_features=["stage2", "stage3", "stage4"],
-    )  # fmt: skip
-    config = transformers.DeformableDetrConfig(
-        backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_labels=3,
-        num_feature_levels=3, with_box_refine=True, auxiliary_loss=True, dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("deformable-detr")
-    torch.manual_seed(3)
-    transformers.DeformableDetrForObjectDetection(config).save_pretrained(folder)
-    transformers.DeformableDetrImageProcessor().save_pretrained(folder)
-    return folder
+    return write_deformable_detr(tmp_path_factory.mktemp("deformable-detr"))
 
 
 def arguments(model, data, out, *more):
     chosen = ("--model", model, "--data", data, "--out", out, "--epochs", 2, "--batch-size", 4, "--lr", 1e-3)
     return ["finetune", *map(str, (*chosen, *COMMON, *more))]
-
-
-def losses(out):
-    """(step, loss, gradient norm, rate) of each step in the log."""
-    rows = [row for row in history.read(out / "log.jsonl") if "loss" in row]
-    return [tuple(row[key] for key in ("step", "loss", "grad_norm", "lr")) for row in rows]
-
-
-def environment():
-    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-
-
-def command(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "deformops_models.cli", *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def torchrun(*arguments):
-    """Runs the command in two processes."""
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
-    done = subprocess.run(
-        [sys.executable, *launcher, "deformops_models.cli", *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 WITHOUT_US = """
@@ -147,7 +93,7 @@ WITHOUT_US = """
 def test_killed_training_goes_on_as_if_it_had_not_been(mask2former, data, tmp_path):
     options = ("--save-every", 1, "--ema", 0.9, "--accumulate", 2, "--batch-size", 2)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = command(*arguments(mask2former, data, killed, *options, "--workers", 1))
+    process = start(*arguments(mask2former, data, killed, *options, "--workers", 1))
     while len(losses(killed)) < STEPS_PER_EPOCH and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -182,47 +128,95 @@ def _fresh():
     GradientState._reset_state()
 
 
-def _two_images_one_empty(data, folder):
-    """Every step of two processes with one image each gives one of them nothing to find."""
-    for split in ("train", "val"):
-        (folder / "images").mkdir(parents=True, exist_ok=True)
-        (folder / "images" / split).symlink_to(data / "images" / split)
-        document = json.loads((data / "annotations" / f"{split}.json").read_text())
-        document["images"] = document["images"][:2]
-        full = max((a["image_id"] for a in document["annotations"] if a["image_id"] <= 2), default=None)
-        document["annotations"] = [a for a in document["annotations"] if a["image_id"] == full]
-        (folder / "annotations").mkdir(exist_ok=True)
-        (folder / "annotations" / f"{split}.json").write_text(json.dumps(document))
-        assert len(document["annotations"]) > 1
-    return folder
-
-
 def test_two_processes_one_without_objects_train_as_one(deformable_detr, data, tmp_path):
-    small = _two_images_one_empty(data, tmp_path / "small")
+    small = two_images_one_empty(data, tmp_path / "small")
     options = ("--epochs", 3, "--no-augment")
     one, two = tmp_path / "one", tmp_path / "two"
     assert main(arguments(deformable_detr, small, one, *options, "--batch-size", 2)) == 0
-    out = torchrun(*arguments(deformable_detr, small, two, *options, "--batch-size", 1))
+    out = finished(*arguments(deformable_detr, small, two, *options, "--batch-size", 1), processes=2)
     assert "2 process(es)" in out and out.count("done: step 3") == 1
     for ours, theirs in zip(losses(two), losses(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     assert losses(two)[0] == pytest.approx(losses(one)[0], rel=1e-5)
 
 
-def test_mask2former_in_two_processes(mask2former, data, tmp_path):
-    small = _two_images_one_empty(data, tmp_path / "small")
-    config = json.loads((mask2former / "config.json").read_text())
-    model = tmp_path / "model"
-    model.mkdir()
+def test_mask2former_in_two_processes(data, tmp_path):
+    small = two_images_one_empty(data, tmp_path / "small")
     # Upstream drops whole layers at this rate, and their losses with them.
-    (model / "config.json").write_text(json.dumps(config | {"dropout": 0.0}))
+    model = write_mask2former(tmp_path / "model", dropout=0.0)
     options = ("--epochs", 3, "--no-augment")
     assert main(arguments(model, small, tmp_path / "one", *options, "--batch-size", 2)) == 0
-    torchrun(*arguments(model, small, tmp_path / "two", *options, "--batch-size", 1))
+    finished(*arguments(model, small, tmp_path / "two", *options, "--batch-size", 1), processes=2)
     for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         # Points are drawn at random, and upstream averages classes in each process; twice as much would be a fault.
         assert ours[1] == pytest.approx(theirs[1], rel=0.2)
     assert transformers.Mask2FormerForUniversalSegmentation.from_pretrained(tmp_path / "two" / "last")
+
+
+def test_one_process_two_sharded_ones_and_one_go_on_from_each_other(deformable_detr, data, tmp_path, capsys):
+    """The first is interrupted, one of the two is killed; losses, scores and weights are those of one process."""
+    data = evaluated_on_training_images(data, tmp_path / "data", images=15)  # an image more in one process
+    options = ("--epochs", 3, "--lr", 3e-3, "--no-augment", "--ema", 0.9, "--save-every", 1)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(arguments(deformable_detr, data, one, *options)) == 0
+    _fresh()
+    with _interrupted(step=4):
+        assert main(arguments(deformable_detr, data, two, *options)) == 130
+    sharded = arguments(deformable_detr, data, two, *options, "--resume", "--fsdp", "--batch-size", 2)
+    printed = kill_one_rank(start(*sharded, processes=2), two, step=7)
+    assert "goes on at step 4 of 12" in printed and "2 process(es) with FSDP" in printed
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", printed), printed
+    done = checkpoint.load_state(two / "last")["step"]
+    assert 6 <= done < 12
+    _fresh()
+    capsys.readouterr()
+    assert main(arguments(deformable_detr, data, two, *options, "--resume")) == 0
+    assert f"goes on at step {done} of 12" in capsys.readouterr().out
+    for ours, theirs in zip(losses(two), losses(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    assert scores(two) == pytest.approx(scores(one), rel=0.05) and scores(two)[-1] > 0
+    before, ours, theirs = (
+        tasks.load_model(tasks.TASKS["DeformableDETR"], str(folder), None).state_dict()
+        for folder in (deformable_detr, two / "last", one / "last")
+    )
+    # The way that the averaged weights went; a bias in front of a norm has no gradient but rounding.
+    for name in (name for name, t in theirs.items() if t.ndim > 1 and t.shape == before[name].shape):
+        assert (ours[name] - theirs[name]).norm() <= 0.02 * (theirs[name] - before[name]).norm(), name
+
+
+@contextlib.contextmanager
+def _interrupted(step):
+    """Training is interrupted in the first step after this one."""
+    add = history.History.add
+
+    def stop(self, **row):
+        if row["step"] > step:
+            raise KeyboardInterrupt
+        add(self, **row)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(history.History, "add", stop)
+        yield
+
+
+def test_sharded_mask2former_of_which_one_process_has_no_objects(data, tmp_path):
+    """Checkpointed layers and a frozen backbone are gathered too."""
+    small = two_images_one_empty(data, tmp_path / "small")
+    model = write_mask2former(tmp_path / "model", dropout=0.0)
+    options = ("--epochs", 3, "--no-augment", "--freeze-backbone", "--gradient-checkpointing")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(arguments(model, small, one, *options, "--batch-size", 2)) == 0
+    finished(*arguments(model, small, two, *options, "--batch-size", 1, "--fsdp"), processes=2)
+    for ours, theirs in zip(losses(two), losses(one), strict=True):
+        # As without sharding.
+        assert ours[1] == pytest.approx(theirs[1], rel=0.2)
+    assert transformers.Mask2FormerForUniversalSegmentation.from_pretrained(two / "last")
+
+
+def test_a_model_that_drops_layers_is_not_sharded(mask2former):
+    model = tasks.load_model(tasks.TASKS["Mask2Former"], str(mask2former), None)
+    with pytest.raises(UsageError, match="--fsdp: the model drops whole layers at the rate 0.1, each process others"):
+        sharding.shard(model, torch.device("cpu"))
 
 
 def test_options_that_change_how_and_not_what(mask2former, data, tmp_path, capsys):
@@ -367,7 +361,7 @@ def test_disk_that_fills_up_between_checkpoints_is_one_error(mask2former, data, 
 
 
 class _Saves:
-    def save_pretrained(self, folder):
+    def save_pretrained(self, folder, state_dict=None):
         (folder / "model.safetensors").write_bytes(b"half")
 
 
@@ -381,14 +375,14 @@ def test_going_on_needs_resume_and_the_same_arguments(mask2former, data, tmp_pat
     for more, message in (
         ([], "holds a training at step 4; add --resume"),
         (["--resume", "--lr", "0.5"], "--lr 0.5: the training in"),
-        (["--resume", "--batch-size", "2"], "--batch-size 2: the training in"),
+        (["--resume", "--batch-size", "2"], "--batch-size x --accumulate x number of processes 2: the training in"),
     ):
         _fresh()
         capsys.readouterr()
         assert main([*run, *more]) == 2
         assert message in capsys.readouterr().err
     _fresh()
-    assert main([*run, "--resume"]) == 0
+    assert main([*run, "--resume", "--batch-size", "2", "--accumulate", "2"]) == 0
     assert "done: step 4" in capsys.readouterr().out and losses(tmp_path) == before
 
 
@@ -472,6 +466,7 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
         (["--data", "/nowhere"], "--data /nowhere: no such folder"),
         (["--device", "tpu"], "--device tpu: use cpu or cuda"),
         (["--bf16"], "not allowed with argument"),
+        (["--fsdp", "--compile"], "--fsdp: it does not go with --compile"),
     ],
 )
 def test_arguments_are_checked_before_anything_runs(options, message, mask2former, data, tmp_path, capsys):
@@ -481,6 +476,12 @@ def test_arguments_are_checked_before_anything_runs(options, message, mask2forme
     options = [mmdet if option == "dino-4scale-r50" else option for option in options]
     assert main(arguments(mask2former, data, tmp_path / "out", *options)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_accelerate_set_to_fsdp_is_refused(mask2former, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert main(arguments(mask2former, data, tmp_path / "out")) == 2
+    assert "launch with --multi_gpu in its place, and give finetune --fsdp" in capsys.readouterr().err
 
 
 def test_gpu_that_emulates_bfloat16_is_refused(mask2former, data, tmp_path, capsys, monkeypatch):

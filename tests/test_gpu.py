@@ -1,4 +1,4 @@
-"""What only a GPU can show: graphs, offsets past 2**31, other devices, no waiting for the device."""
+"""What only a GPU can show: graphs, offsets past 2**31, no waiting for the device."""
 
 import pytest
 import torch
@@ -195,24 +195,3 @@ def test_an_operand_on_another_device_is_an_error():
         leaves[i] = leaves[i].cpu()
         with pytest.raises(ValueError, match=f"{name} is on cpu but value is on cuda:0: move it there"):
             step(problem, leaves, problem.grad.float().cuda())
-
-
-@pytest.mark.multigpu
-def test_the_second_device_while_the_first_is_current():
-    problem = Problem.random(queries=20)
-    exact = problem.run("eager")
-    assert torch.cuda.current_device() == 0
-    results = step(problem, leaves_of(problem, device="cuda:1"), problem.grad.float().to("cuda:1"))
-    for result, (name, expected) in zip(results, exact.items(), strict=True):
-        assert result.device == torch.device("cuda:1")
-        assert relative_error(result, expected) < 1e-5, name
-    assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.multigpu
-def test_operands_on_two_gpus_are_an_error():
-    problem = Problem.random(batch=1)
-    leaves = leaves_of(problem)
-    leaves[2] = leaves[2].to("cuda:1")
-    with pytest.raises(ValueError, match="sampling_offsets is on cuda:1 but value is on cuda:0: move it there"):
-        step(problem, leaves, problem.grad.float().cuda())

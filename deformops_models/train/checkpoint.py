@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deformops_models.console import UsageError
 
@@ -57,16 +57,27 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def save(
-    folder: Path, model: nn.Module, processor: Any, state: dict[str, Any] | None = None, card: str | None = None
+    folder: Path,
+    model: nn.Module,
+    processor: Any,
+    state: dict[str, Any] | None = None,
+    card: str | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Writes upstream's own files of the model and its image processor, `state` to go on from, and a model card.
+
+    Args:
+        folder: is replaced whole.
+        model, processor: upstream's.
+        state, card: are left out where None.
+        weights: by name; None takes them from the model, which a sharded one has only parts of.
 
     Raises:
         UsageError: the disk is full or cannot be written.
     """
     try:
         with whole_folder(folder) as temporary:
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, state_dict=weights)
             processor.save_pretrained(temporary)
             if state is not None:
                 torch.save(state, temporary / STATE)

@@ -2,7 +2,8 @@
 
 Every random number of a step follows from the seed, the step and the process, and every image's augmentation from the
 seed, the epoch and the image. So a training that goes on from a checkpoint needs no state of any generator, and does
-what the uninterrupted one would have done.
+what the uninterrupted one would have done. Which images a step has does not depend on how many processes share it, so
+another number of processes may go on too; what dropout and sampled points draw is then new.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from deformops_models.console import UsageError, output_folder, require
 from deformops_models.predict import quiet_transformers
-from deformops_models.train import checkpoint
+from deformops_models.train import checkpoint, sharding
 from deformops_models.train.card import model_card
 from deformops_models.train.coco import Batches, Split, TrainingImages, count_problems, mix, read_split
 from deformops_models.train.evaluate import average_precision, detect
@@ -44,9 +45,11 @@ if TYPE_CHECKING:
 
 #: Arguments on which the losses depend: a training goes on with the same.
 _SAME = (
-    "model", "epochs", "batch_size", "accumulate", "lr", "weight_decay", "warmup", "clip", "backbone_scale",
-    "image_size", "augment", "freeze_backbone", "ema", "seed",
+    "model", "epochs", "lr", "weight_decay", "warmup", "clip", "backbone_scale", "image_size", "augment",
+    "freeze_backbone", "ema", "seed",
 )  # fmt: skip
+#: The same of what is no argument, and what it is called.
+_SAME_TOO = {"images": "number of images", "images_per_step": "--batch-size x --accumulate x number of processes"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +94,11 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
 
     if args.device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {args.device}: use cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs")
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        # transformers would then load weights in the main process only.
+        raise UsageError("accelerate is set to FSDP: launch with --multi_gpu in its place, and give finetune --fsdp")
+    if args.fsdp and args.compile:
+        raise UsageError("--fsdp: it does not go with --compile; leave one of them out")
     cpu = args.device == "cpu" or not torch.cuda.is_available()
     if cpu and args.device == "cuda":
         raise UsageError("--device cuda: no CUDA GPU can be used here; leave --device out or use --device cpu")
@@ -108,7 +116,10 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         kwargs_handlers=[ddp],
     )
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        raise UsageError(f"accelerate is set to {accelerator.distributed_type.value}: only DDP is supported here")
+        raise UsageError(
+            f"accelerate is set to {accelerator.distributed_type.value}: only DDP, its --multi_gpu, is supported here, "
+            "and finetune's own --fsdp on top of it"
+        )
     return accelerator
 
 
@@ -117,6 +128,7 @@ class _Training:
 
     def __init__(self, args: argparse.Namespace, task: Task, accelerator: Accelerator) -> None:
         self.args, self.task, self.accelerator = args, task, accelerator
+        self.sharded = args.fsdp and accelerator.num_processes > 1
         self.out = output_folder(args.out)
         self.last, self.best = self.out / "last", self.out / "best"
         self.train, self.val = (self._read(split) for split in ("train", "val"))
@@ -172,17 +184,18 @@ class _Training:
             verb = f"goes on at step {self.step} of" if state else "starts:"
             self._say(
                 f"{args.model} {verb} {self.steps} steps of {self.images_per_step} images, {args.epochs} epochs of "
-                f"{len(self.train.images)} images, {self.accelerator.num_processes} process(es), "
+                f"{len(self.train.images)} images, {self.accelerator.num_processes} process(es)"
+                f"{' with FSDP' if self.sharded else ''}, "
                 f"{self.accelerator.mixed_precision.replace('no', 'fp32')} on {self.accelerator.device}"
             )
 
     def _check_same(self, state: Mapping[str, Any] | None) -> None:
         self.settings = {name: getattr(self.args, name) for name in _SAME}
-        self.settings["images"] = len(self.train.images)
-        self.settings["processes"] = self.accelerator.num_processes
-        for name, before in (state["settings"] if state else {}).items():
-            if before != (now := self.settings[name]):
-                option = f"--{name.replace('_', '-')}" if name in _SAME else f"number of {name}"
+        self.settings |= {"images": len(self.train.images), "images_per_step": self.images_per_step}
+        before_all = state["settings"] if state else {}
+        for name, now in self.settings.items():
+            if now != (before := before_all.get(name, now)):
+                option = _SAME_TOO.get(name, f"--{name.replace('_', '-')}")
                 raise UsageError(
                     f"{option} {now}: the training in {self.args.out} had {before}; go on with that, or choose another "
                     "--out"
@@ -203,14 +216,19 @@ class _Training:
             model.model.compile()
         self.task.share_count(model)
         in_float32(model, self.task)
+        if self.sharded:
+            sharding.shard(model, self.accelerator.device)
+            if self.average is not None:
+                sharding.shard(self.average.module, self.accelerator.device)
         groups = parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
         optimizer = torch.optim.AdamW(groups, fused=self.accelerator.device.type == "cuda")
         self.core = model
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.optimizer = self.accelerator.prepare(optimizer)
+        self.model = model if self.sharded else self.accelerator.prepare(model)
         warmup = min(500, self.steps // 20) if args.warmup is None else args.warmup
         self.schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.steps)
         if state:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(sharding.parts_of(state["optimizer"], optimizer))
             self.schedule.load_state_dict(state["schedule"])
 
     def run(self) -> int:
@@ -316,12 +334,13 @@ class _Training:
             paths += batch["paths"]
             inputs = self._inputs(batch)
             with accelerator.accumulate(self.model), self._named(paths):
-                loss = self.model(**inputs).loss
+                with accelerator.autocast():
+                    loss = self.model(**inputs).loss
                 _check_finite("loss", loss)
                 accelerator.backward(loss)
                 total += loss.detach()
                 if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+                    norm = sharding.whole(accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip))
                     _check_finite("gradient's norm", norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -352,44 +371,57 @@ class _Training:
         """Measures the average precision, and keeps the model if it is the best so far."""
         from accelerate.utils import broadcast_object_list, gather_object
 
-        accelerator = self.accelerator
-        shares = range(accelerator.process_index, len(self.val.images), accelerator.num_processes)
+        accelerator, images = self.accelerator, len(self.val.images)
+        share: Sequence[int] = range(accelerator.process_index, images, accelerator.num_processes)
+        # All processes gather a sharded layer together, so those with an image less look at the first one once more.
+        looked_at = [*share, 0][: -(-images // accelerator.num_processes)] if self.sharded else share
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         ids = [category["id"] for category in self.val.categories]
         model = self.result.eval()
+        if self.sharded:
+            sharding.share_buffers(model)
         # Training has one input shape, which is what --compile is for; here nearly every image has another.
         with torch.compiler.set_stance("force_eager"):
             found = detect(
-                model, self.processor, self.task, self.val, shares, dtype, ids, self.args.workers,
+                model, self.processor, self.task, self.val, looked_at, dtype, ids, self.args.workers,
                 quiet=not accelerator.is_main_process,
             )  # fmt: skip
+        if self.sharded:
+            model.reshard()
+        if len(looked_at) > len(share):
+            found = [row for row in found if row["image_id"] != self.val.images[0]["id"]]
         found = gather_object(found)
+        scores = None
         if accelerator.is_main_process:
-            scores = average_precision(self.val, found, self.task.metric, range(len(self.val.images)))
+            scores = average_precision(self.val, found, self.task.metric, range(images))
             epoch = self.step // self.steps_per_epoch
             self.history.add(step=self.step, epoch=epoch, metric=self.task.metric, **scores)
             self.history.draw(self.out / "curve.png")
-            if scores["AP"] is not None and scores["AP"] > self.best_score:
-                self.best_score = scores["AP"]
-                splits = {"train": self.train, "val": self.val}
-                card = model_card(model, self.args.command_line, splits, self.task.metric, scores)
-                checkpoint.save(self.best, model, self.processor, card=card)
             shown = ", ".join(f"{name} {scores[name]:.2f}" for name in ("AP", "AP50") if scores[name] is not None)
             self._say(f"epoch {epoch}: {self.task.metric} {shown or 'AP unknown: val has no objects'}")
-        [self.best_score] = broadcast_object_list([self.best_score])
+        [scores] = broadcast_object_list([scores])
+        if scores["AP"] is not None and scores["AP"] > self.best_score:
+            self.best_score = scores["AP"]
+            weights = sharding.weights(model, keep=accelerator.is_main_process)
+            if accelerator.is_main_process:
+                splits = {"train": self.train, "val": self.val}
+                card = model_card(model, self.args.command_line, splits, self.task.metric, scores)
+                checkpoint.save(self.best, model, self.processor, card=card, weights=weights)
 
     def _save_last(self) -> None:
-        if self.accelerator.is_main_process:
-            state = {
-                "step": self.step,
-                "best": self.best_score,
-                "settings": self.settings,
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": self.schedule.state_dict(),
-            }
-            if self.average is not None:
-                state["weights"] = self.core.state_dict()
-            checkpoint.save(self.last, self.result, self.processor, state)
+        main = self.accelerator.is_main_process
+        state = {
+            "step": self.step,
+            "best": self.best_score,
+            "settings": self.settings,
+            "optimizer": sharding.whole(self.optimizer.state_dict(), keep=main),
+            "schedule": self.schedule.state_dict(),
+        }
+        if self.average is not None:
+            state["weights"] = sharding.weights(self.core, keep=main)
+        weights = sharding.weights(self.result, keep=main)
+        if main:
+            checkpoint.save(self.last, self.result, self.processor, state, weights=weights)
         self.accelerator.wait_for_everyone()
 
     def _say(self, text: str) -> None:

@@ -215,6 +215,14 @@ def _detr_share_count(model: nn.Module) -> None:
     model.loss_function = scaled
 
 
+def innermost_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that upstream can checkpoint, without those that hold others."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    return [m for m in layers if not any(isinstance(c, GradientCheckpointingLayer) for c in list(m.modules())[1:])]
+
+
 def checkpoint_activations(model: nn.Module) -> int:
     """Makes every innermost layer that upstream can checkpoint run again in the backward pass.
 
@@ -224,14 +232,12 @@ def checkpoint_activations(model: nn.Module) -> int:
         The number of layers.
     """
     from torch.utils.checkpoint import checkpoint
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    inner = [m for m in layers if not any(isinstance(c, GradientCheckpointingLayer) for c in list(m.modules())[1:])]
-    for layer in inner:
+    layers = innermost_layers(model)
+    for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-    return len(inner)
+    return len(layers)
 
 
 def parameter_groups(

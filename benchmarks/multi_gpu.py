@@ -1,0 +1,104 @@
+"""Training steps of a whole detector on one GPU and on several: images/s, milliseconds, memory, as rows of results.csv.
+
+Run from the checkout's root, once for each configuration; each takes about a minute:
+
+    export PYTHONPATH=.
+    torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR
+    torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR
+    torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --fsdp
+
+The batch is that of one GPU, so that perfect scaling is as many times the images/s as there are GPUs.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from torch.nn.parallel import DistributedDataParallel
+
+from deformops_models.bench import models, record
+from deformops_models.bench.measure import quantiles
+from deformops_models.patching import patch
+from deformops_models.train import sharding, tasks
+
+WARM_UP, STEPS = 5, 30
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Times the steps and lets the main process append its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="for results.csv")
+    parser.add_argument("--preset", default="mask2former_swin_t", help="a Mask2Former of `bench --model`")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
+    args = parser.parse_args(arguments)
+    state = PartialState(cpu=not torch.cuda.is_available())
+    if args.fsdp and state.num_processes == 1:
+        parser.error("--fsdp needs several processes")
+
+    torch.manual_seed(3)  # the same weights everywhere, as FSDP takes each process's own
+    detector = models.MODELS[args.preset].build()
+    models.wake_attention(detector.model)
+    times, peak = measure(detector, state, args.fsdp)
+    if state.is_main_process:
+        images = len(detector.inputs["pixel_values"]) * state.num_processes
+        kind = f"{'fsdp' if args.fsdp else 'ddp'}_" if state.num_processes > 1 else ""
+        row = {"op": "train_step", "preset": args.preset, "distribution": "random", "dtype": "bfloat16"}
+        row["provider"] = f"ours_{kind}{state.num_processes}gpu"
+        recorder = record.Recorder(args.out / "results.csv", record.machine(args.commit))
+        recorder.add(*quantiles(times), **row, metric="step_ms", unit="ms")
+        recorder.add(images * len(times) / sum(times) * 1e3, **row, metric="images_s", unit="1/s")
+        recorder.add(peak, **row, metric="peak_mib", unit="MiB")
+        for entry in recorder.rows:
+            print(f"{entry['provider']}: {entry['metric']} {entry['median']:,.4g}", flush=True)
+    state.destroy_process_group()
+
+
+def measure(detector: models.Detector, state: PartialState, fsdp: bool) -> tuple[list[float], float]:
+    """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
+    device, cuda = state.device, state.device.type == "cuda"
+    model = patch(detector.model).to(device).train()
+    tasks.TASKS["Mask2Former"].share_count(model)
+    if fsdp:
+        sharding.shard(model, device)
+    elif state.num_processes > 1:
+        # As `finetune` does: Swin as a backbone has a last norm that nothing reads.
+        model = DistributedDataParallel(model, [device.index] if cuda else None, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
+    inputs, targets = models.on(device, detector.inputs), models.on(device, detector.targets)
+    marks = []
+    for step in range(WARM_UP + STEPS + 1):
+        if step >= WARM_UP:
+            if step == WARM_UP and cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            marks.append(_now(cuda))
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = detector.loss(model, inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if cuda:
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
+    else:
+        times = [(end - start) * 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
+    return times, gather(torch.tensor([peak], device=device)).max().item()
+
+
+def _now(cuda: bool):
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+if __name__ == "__main__":
+    sys.exit(main())
