@@ -440,11 +440,49 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
     assert main(arguments(mask2former, broken, out, "--epochs", 1, "--skip-broken")) == 0
     assert "left out of train: 1 x no such file, 1 x unknown category" in capsys.readouterr().out
     assert (out / "skipped-train.txt").read_text().count("\n") == 2
-    cut = broken / "images" / "train" / "000004.jpg"
-    cut.write_bytes(cut.read_bytes()[:900])
+
+
+def test_images_that_turn_out_to_be_cut_off(deformable_detr, data, tmp_path, capsys):
+    import shutil
+
+    cut = shutil.copytree(data, tmp_path / "cut")
+    for file in (cut / "images" / "train" / "000004.jpg", cut / "images" / "val" / "000001.jpg"):
+        file.write_bytes(file.read_bytes()[:900])  # with a sound header
+    out = tmp_path / "out"
+    command = arguments(deformable_detr, cut, out, "--save-every", 1)
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "000004.jpg: cannot read it" in message and "leave it out with --resume --skip-broken" in message
     _fresh()
-    assert main(arguments(mask2former, broken, tmp_path / "cut", "--skip-broken", "--workers", 1)) == 2
-    assert "000004.jpg: cannot read it" in capsys.readouterr().err
+    assert main([*command, "--skip-broken", "--workers", "1", *(["--resume"] if (out / "last").exists() else [])]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("left out of train: ") == printed.count("left out of val: ") == 1
+    assert "000004.jpg: cannot read it" in (out / "skipped-train.txt").read_text()
+    assert "000001.jpg: cannot read it" in (out / "skipped-val.txt").read_text()
+    evaluate = ("eval", "--model", str(out / "last"), "--data", str(cut), "--device", "cpu", "--workers", "0")
+    assert main([*evaluate]) == 2
+    assert "000001.jpg: cannot read it" in capsys.readouterr().err
+    assert main([*evaluate, "--skip-broken", "--json"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("left out: ") and json.loads(last)["images"] == len(list((cut / "images/val").iterdir())) - 1
+    )
+
+
+def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(arguments(deformable_detr, data, out, "--epochs", 1)) == 0
+    seed = ["shapes", "--out", str(tmp_path / "other"), "--images", "16", "--size", str(SIZE), "--seed", "5"]
+    assert main(seed) == 0
+    for change, message in (
+        (("--data", tmp_path / "other"), "--data with the training set "),
+        (("--bf16",), "precision bf16: the training in "),
+        (("--no-augment",), "--no-augment: the training in "),
+    ):
+        _fresh()
+        command = [c for c in arguments(deformable_detr, data, out, "--epochs", 1, "--resume") if c != "--fp32"]
+        assert main([*command, *map(str, change), *(["--fp32"] if change != ("--bf16",) else [])]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter, defaultdict
@@ -65,6 +66,13 @@ class Split:
     def labels(self) -> dict[Any, int]:
         """From category id to label."""
         return {category["id"]: label for label, category in enumerate(self.categories)}
+
+    @property
+    def digest(self) -> str:
+        """Tells data sets apart: changes with the images' ids and names, their objects' boxes, and the categories."""
+        names = [[image["id"], image["file_name"]] for image in self.images]
+        boxes = [[a["bbox"] for a in self.objects(i)] for i in range(len(self.images))]
+        return hashlib.sha256(json.dumps([names, boxes, self.categories]).encode()).hexdigest()[:16]
 
     def path(self, index: int) -> Path:
         return self.folder / self.images[index]["file_name"]
@@ -299,15 +307,25 @@ class TrainingImages(Dataset):
         augment: mirror, scale and crop, change colours; otherwise fit the whole image into the square.
         mean, std: for normalisation, 3 each.
         seed: of the augmentation.
+        skip_broken: the next image takes the place of one that cannot be read. Its header may have looked sound.
     """
 
     def __init__(
-        self, split: Split, *, masks: bool, size: int, augment: bool, mean: list[float], std: list[float], seed: int
+        self,
+        split: Split,
+        *,
+        masks: bool,
+        size: int,
+        augment: bool,
+        mean: list[float],
+        std: list[float],
+        seed: int,
+        skip_broken: bool = False,
     ) -> None:
         from torchvision.transforms import v2
         from torchvision.tv_tensors import Image, Mask
 
-        self.split, self.masks, self.augment, self.seed = split, masks, augment, seed
+        self.split, self.masks, self.augment, self.seed, self.skip_broken = split, masks, augment, seed, skip_broken
         # The padding becomes zero when it is normalised.
         fill = {Image: [round(255 * x) for x in mean], Mask: 0}
         steps = [v2.ScaleJitter((size, size), scale_range=(0.5, 2.0) if augment else (1.0, 1.0), antialias=True)]
@@ -321,15 +339,22 @@ class TrainingImages(Dataset):
         return len(self.split.images)
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any] | UsageError:
-        """Returns image (3, S, S), labels (N,), boxes (N, 4) as x0, y0, x1, y1 or masks (N, S, S), and the path.
+        """Returns image (3, S, S), labels (N,), boxes (N, 4) as x0, y0, x1, y1 or masks (N, S, S), path and skipped.
 
-        An error is returned, not raised: raised in a worker it would be a traceback.
+        An error is returned, not raised: raised in a worker it would be a traceback. "skipped" says what is wrong with
+        the images that this one stands in for.
         """
         epoch, index = key
-        try:
-            inputs = self._read(index)
-        except UsageError as error:
-            return error
+        skipped: list[str] = []
+        while True:
+            try:
+                inputs = self._read(index)
+                break
+            except UsageError as error:
+                skipped.append(str(error))
+                if not self.skip_broken or len(skipped) == len(self):
+                    return error
+                index = (index + 1) % len(self)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(self.seed, epoch if self.augment else 0, index))
             sample = self.transform(inputs)
@@ -339,7 +364,8 @@ class TrainingImages(Dataset):
             x0, y0, x1, y1 = sample["boxes"].unbind(1)
             visible = (x1 - x0 >= 1) & (y1 - y0 >= 1)
         kept = {key: sample[key].as_subclass(Tensor)[visible] for key in ("labels", "masks" if self.masks else "boxes")}
-        return {"image": sample["image"].as_subclass(Tensor), "path": str(self.split.path(index)), **kept}
+        image, path = sample["image"].as_subclass(Tensor), str(self.split.path(index))
+        return {"image": image, "path": path, "skipped": skipped, **kept}
 
     def _read(self, index: int) -> dict[str, Any]:
         from torchvision import tv_tensors

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     split = read_split(args.data, args.split, masks=task.masks, skip_broken=args.skip_broken)
     if split.problems:
         print(f"left out: {count_problems(split.problems)}")
-    indices = range(len(split.images))[: args.limit]
+    indices: Sequence[int] = range(len(split.images))[: args.limit]
     rows: dict[str, dict[str, float | None]] = {}
     with quiet_transformers():
         model = load_model(task, name_or_folder, None).to(device).eval()
@@ -52,8 +52,13 @@ def run(args: argparse.Namespace) -> int:
             if name == "unpatched":
                 unpatch(model)
             before, start = call_counts["msda_forward"], time.perf_counter()
-            found = detect(model, processor, task, split, indices, getattr(torch, args.dtype), labels, args.workers)
+            skipped: dict[int, str] | None = {} if args.skip_broken else None
+            dtype = getattr(torch, args.dtype)
+            found = detect(model, processor, task, split, indices, dtype, labels, args.workers, skipped=skipped)
             speed = len(indices) / (time.perf_counter() - start)
+            if skipped:
+                print("left out: " + "; ".join(skipped.values()))
+                indices = [i for i in indices if i not in skipped]
             rows[name] = average_precision(split, found, task.metric, indices) | {"images/s": speed}
             if name == "patched" and call_counts["msda_forward"] == before:
                 print("the patched model ran upstream's own forward, as it does without a GPU")
@@ -90,7 +95,7 @@ def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list
 
 
 class _Images(Dataset):
-    """Inputs of an image processor with the image's size (H, W) and index."""
+    """Index, size (H, W), inputs of an image processor, and None or why a black image stands in for one."""
 
     def __init__(self, split: Split, indices: Iterable[int], processor: Any) -> None:
         self.split, self.indices, self.processor = split, list(indices), processor
@@ -98,13 +103,16 @@ class _Images(Dataset):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, k: int) -> tuple[int, tuple[int, int], Any] | UsageError:
-        index = self.indices[k]
+    def __getitem__(self, k: int) -> tuple[int, tuple[int, int], Any, UsageError | None]:
+        from PIL import Image
+
+        index, problem = self.indices[k], None
         try:
             image = read_image(self.split.path(index))
         except UsageError as error:
-            return error
-        return index, (image.height, image.width), self.processor(images=image, return_tensors="pt")["pixel_values"]
+            image, problem = Image.new("RGB", (64, 64)), error
+        pixels = self.processor(images=image, return_tensors="pt")["pixel_values"]
+        return index, (image.height, image.width), pixels, problem
 
 
 @torch.no_grad()  # inference mode would leave tensors in upstream's caches that training cannot use
@@ -118,6 +126,7 @@ def detect(
     category_ids: list[Any],
     workers: int = 0,
     quiet: bool = False,
+    skipped: dict[int, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs a model on images, one at a time, since padding to a common size would change what it sees.
 
@@ -130,6 +139,7 @@ def detect(
         category_ids: of each label; detections of labels without one are dropped.
         workers: processes that read images.
         quiet: shows no progress bar.
+        skipped: gets the indices of images that cannot be read, and what is wrong with them; None raises UsageError.
 
     Returns:
         Detections in COCO's result format.
@@ -141,13 +151,17 @@ def detect(
     loader = DataLoader(images, batch_size=None, num_workers=workers)
     results: list[dict[str, Any]] = []
     for item in tqdm(loader, desc="evaluate", unit="image", leave=False, disable=quiet or None):
-        if isinstance(item, UsageError):
-            raise item
-        index, size, pixels = item
+        index, size, pixels, problem = item
+        if problem is not None:
+            if skipped is None:
+                raise UsageError(f"{problem}; mend it, or leave it out with --skip-broken")
+            skipped[index] = str(problem)
         mask = pixels.new_ones(pixels.shape[0], *pixels.shape[-2:], dtype=torch.int64)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             outputs = model(pixel_values=pixels.to(device), pixel_mask=mask.to(device))
-        results += _as_results(task.detect(outputs, size), split.images[index]["id"], category_ids)
+        # Of sharded models every process has to run as many images as the others, whatever is in them.
+        if problem is None:
+            results += _as_results(task.detect(outputs, size), split.images[index]["id"], category_ids)
     return results
 
 

@@ -12,8 +12,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,11 @@ _SAME = (
     "freeze_backbone", "ema", "seed",
 )  # fmt: skip
 #: The same of what is no argument, and what it is called.
-_SAME_TOO = {"images": "number of images", "images_per_step": "--batch-size x --accumulate x number of processes"}
+_SAME_TOO = {
+    "data": "--data",
+    "images_per_step": "--batch-size x --accumulate x number of processes",
+    "precision": "precision",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,6 +136,7 @@ class _Training:
         self.sharded = args.fsdp and accelerator.num_processes > 1
         self.out = output_folder(args.out)
         self.last, self.best = self.out / "last", self.out / "best"
+        self.noted: set[str] = set()
         self.train, self.val = (self._read(split) for split in ("train", "val"))
         if self.train.categories != self.val.categories:
             raise UsageError(f"{self.train.file} and {self.val.file} have different categories; give both the same")
@@ -145,10 +151,22 @@ class _Training:
     def _read(self, name: str) -> Split:
         split = read_split(self.args.data, name, masks=self.task.masks, skip_broken=self.args.skip_broken)
         if split.problems and self.accelerator.is_main_process:
-            record = self.out / f"skipped-{name}.txt"
+            record = self._skipped_file(name)
             record.write_text("".join(f"{problem}\n" for problem in split.problems), encoding="utf-8")
             self._say(f"left out of {name}: {count_problems(split.problems)}; listed in {record}")
         return split
+
+    def _skipped_file(self, split: str) -> Path:
+        return self.out / f"skipped-{split}.txt"
+
+    def _note_skipped(self, split: str, problems: Iterable[str]) -> None:
+        """Lists what turned out to be broken only when it was read, each once for each process that met it."""
+        for problem in problems:
+            if problem not in self.noted:
+                self.noted.add(problem)
+                self._say(f"left out of {split}: {problem}")
+                with self._skipped_file(split).open("a", encoding="utf-8") as file:
+                    file.write(f"{problem}\n")
 
     def _restore_or_begin(self) -> None:
         """Builds model, optimizer and schedule, anew or as the last checkpoint has them."""
@@ -191,15 +209,24 @@ class _Training:
 
     def _check_same(self, state: Mapping[str, Any] | None) -> None:
         self.settings = {name: getattr(self.args, name) for name in _SAME}
-        self.settings |= {"images": len(self.train.images), "images_per_step": self.images_per_step}
+        self.settings |= {
+            "data": f"with the training set {self.train.digest} of {len(self.train.images)} images",
+            "images_per_step": self.images_per_step,
+            "precision": self.accelerator.mixed_precision.replace("no", "fp32"),
+        }
         before_all = state["settings"] if state else {}
         for name, now in self.settings.items():
-            if now != (before := before_all.get(name, now)):
-                option = _SAME_TOO.get(name, f"--{name.replace('_', '-')}")
-                raise UsageError(
-                    f"{option} {now}: the training in {self.args.out} had {before}; go on with that, or choose another "
-                    "--out"
-                )
+            if now == (before := before_all.get(name, now)):
+                continue
+            option = _SAME_TOO.get(name, f"--{name.replace('_', '-')}")
+            if name == "augment":
+                option, now, before = "--no-augment", not now, not before
+            if isinstance(now, bool):
+                text = f"{'' if now else 'without '}{option}: the training in {self.args.out} was begun "
+                text += f"{'without' if now else 'with'} it"
+            else:
+                text = f"{option} {now}: the training in {self.args.out} had {before}"
+            raise UsageError(f"{text}; go on with that, or choose another --out")
 
     def _prepare(self, model: nn.Module, state: Mapping[str, Any] | None) -> None:
         from transformers import get_cosine_schedule_with_warmup
@@ -273,6 +300,7 @@ class _Training:
             mean=list(self.processor.image_mean),
             std=list(self.processor.image_std),
             seed=args.seed,
+            skip_broken=args.skip_broken,
         )
         batches = Batches(
             len(images),
@@ -295,9 +323,10 @@ class _Training:
         for sample in samples:
             if isinstance(sample, UsageError):
                 return {"error": str(sample)}
-        names = [name for name in samples[0] if name not in ("image", "path")]
+        names = [name for name in samples[0] if name not in ("image", "path", "skipped")]
         return {
             "paths": [sample["path"] for sample in samples],
+            "skipped": [problem for sample in samples for problem in sample["skipped"]],
             "pixels": torch.stack([sample["image"] for sample in samples]),
             # All images' objects in one tensor: each that comes from a worker costs the training process time.
             "counts": [len(sample["labels"]) for sample in samples],
@@ -330,7 +359,8 @@ class _Training:
         for _ in range(self.args.accumulate):
             batch = next(batches)
             if "error" in batch:
-                raise UsageError(batch["error"])
+                raise UsageError(f"{batch['error']}; mend it, or leave it out with --resume --skip-broken")
+            self._note_skipped("train", batch["skipped"])
             paths += batch["paths"]
             inputs = self._inputs(batch)
             with accelerator.accumulate(self.model), self._named(paths):
@@ -380,20 +410,24 @@ class _Training:
         model = self.result.eval()
         if self.sharded:
             sharding.share_buffers(model)
+        skipped: dict[int, str] | None = {} if self.args.skip_broken else None
         # Training has one input shape, which is what --compile is for; here nearly every image has another.
         with torch.compiler.set_stance("force_eager"):
             found = detect(
                 model, self.processor, self.task, self.val, looked_at, dtype, ids, self.args.workers,
-                quiet=not accelerator.is_main_process,
+                quiet=not accelerator.is_main_process, skipped=skipped,
             )  # fmt: skip
         if self.sharded:
             model.reshard()
         if len(looked_at) > len(share):
             found = [row for row in found if row["image_id"] != self.val.images[0]["id"]]
         found = gather_object(found)
+        skipped = dict(gather_object(list((skipped or {}).items())))
         scores = None
         if accelerator.is_main_process:
-            scores = average_precision(self.val, found, self.task.metric, range(images))
+            self._note_skipped("val", skipped.values())
+            kept = [i for i in range(images) if i not in skipped]
+            scores = average_precision(self.val, found, self.task.metric, kept)
             epoch = self.step // self.steps_per_epoch
             self.history.add(step=self.step, epoch=epoch, metric=self.task.metric, **scores)
             self.history.draw(self.out / "curve.png")
