@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Times the steps and lets the main process append its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="for results.csv")
-    parser.add_argument("--preset", default="mask2former_swin_t", help="a Mask2Former of `bench --model`")
+    presets = [name for name in models.MODELS if name.startswith("mask2former")]
+    parser.add_argument("--preset", default="mask2former_swin_t", choices=presets, help="default: %(default)s")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
     parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
     args = parser.parse_args(arguments)
@@ -50,8 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
         row = {"op": "train_step", "preset": args.preset, "distribution": "random", "dtype": "bfloat16"}
         row["provider"] = f"ours_{kind}{state.num_processes}gpu"
         recorder = record.Recorder(args.out / "results.csv", record.machine(args.commit))
-        recorder.add(*quantiles(times), **row, metric="step_ms", unit="ms")
-        recorder.add(images * len(times) / sum(times) * 1e3, **row, metric="images_s", unit="1/s")
+        step = quantiles(times)
+        recorder.add(*step, **row, metric="step_ms", unit="ms")
+        recorder.add(images / step[0] * 1e3, **row, metric="images_s", unit="1/s")
         recorder.add(peak, **row, metric="peak_mib", unit="MiB")
         for entry in recorder.rows:
             print(f"{entry['provider']}: {entry['metric']} {entry['median']:,.4g}", flush=True)

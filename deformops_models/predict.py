@@ -149,7 +149,7 @@ def summary(predictions: Sequence[Prediction]) -> str:
 
 
 def _find_images(arguments: Iterable[str]) -> list[Path]:
-    """Files as they are given, folders as the sorted images in them; every one exists and has an image's header."""
+    """Files as they are given, folders as the sorted images in them; a named file has an image's header."""
     found: dict[Path, Path] = {}
     for argument in arguments:
         if not argument:
@@ -161,14 +161,13 @@ def _find_images(arguments: Iterable[str]) -> list[Path]:
                 if not files:
                     raise UsageError(f"{argument}: no images in this folder")
             elif path.exists():
+                read_image(path, header_only=True)
                 files = [path]
             else:
                 raise UsageError(f"{argument}: no such file or folder")
         except OSError as error:
             raise UsageError(f"{argument}: cannot read it: {error.strerror}") from None
         found |= {file.resolve(): file for file in files}
-    for file in found.values():
-        read_image(file, header_only=True)
     return list(found.values())
 
 
@@ -247,7 +246,11 @@ def folder_loader(folder: Path) -> str:
         if not config.is_file():
             if any(folder.glob("*.py")):
                 return "DINO"
-            raise UsageError(f"--model {folder}: neither a config.json (transformers) nor a config .py (mmdet) in it")
+            trained = [folder / name for name in ("best", "last") if (folder / name).is_dir()]
+            hint = f"; did you mean {trained[0]}?" if trained else ""
+            raise UsageError(
+                f"--model {folder}: neither a config.json (transformers) nor a config .py (mmdet) in it{hint}"
+            )
         kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"--model {folder}: cannot read its config.json: {error}") from None

@@ -48,7 +48,7 @@ def test_rows_table_and_picture(known, tmp_path, capsys):
     assert main(["bench", "--family", "all", "--out", str(tmp_path)]) == 0
     rows = record.read(tmp_path / "results.csv")
     found = {(row["preset"], row["provider"], row["metric"]) for row in rows}
-    metrics = {"loss", "step_ms", "step_peak_mib", "inference_ms", "inference_peak_mib"}
+    metrics = {"loss", "forward_backward_ms", "forward_backward_peak_mib", "inference_ms", "inference_peak_mib"}
     expected = {(provider, metric) for provider in ("upstream", "ours") for metric in metrics}
     assert found == {(name, *row) for name in known for row in expected | {("ours", "kernel_calls")}}
     assert {row["op"] for row in rows} == {"family"} and {row["dtype"] for row in rows} == {"bfloat16"}
@@ -58,7 +58,7 @@ def test_rows_table_and_picture(known, tmp_path, capsys):
     ratios = summary.ratios(summary.medians(rows))
     assert ratios.keys() == known.keys() and all(ratio > 0 for r in ratios.values() for ratio in r.values())
     out = capsys.readouterr().out
-    assert "[2/2] rt_detr: training step" in out and "median" in out
+    assert "[2/2] rt_detr: forward and backward" in out and "median" in out
     assert {path.name for path in tmp_path.iterdir()} == {"families.png", "results.csv"}
     # The picture needs no run.
     assert main(["bench", "--plot-only", str(tmp_path / "results.csv"), "--out", str(tmp_path / "again")]) == 0
@@ -71,10 +71,14 @@ def test_ratios_and_their_median_by_hand(tmp_path):
         for provider, time in (("upstream", before), ("ours", after)):
             recorder.add(
                 time, op="family", preset=name, distribution="random", dtype="bfloat16", provider=provider,
-                metric="step_ms", unit="ms",
+                metric="forward_backward_ms", unit="ms",
             )  # fmt: skip
     found = summary.ratios(summary.medians(recorder.rows))
-    assert found == {"a": {"step_ms": 0.5}, "b": {"step_ms": 0.9}, "c": {"step_ms": 1.2}}
+    assert found == {
+        "a": {"forward_backward_ms": 0.5},
+        "b": {"forward_backward_ms": 0.9},
+        "c": {"forward_backward_ms": 1.2},
+    }
     assert summary.summary(recorder.rows).splitlines()[-1].split() == ["median", "0.90", "-"]
     figure = plot._family_pictures(recorder.rows)["families"]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["c", "b", "a"]
@@ -95,7 +99,7 @@ def test_a_family_that_fails_is_named_and_the_next_one_is_timed(known, tmp_path,
     assert "FAILED: broken: RuntimeError: out of luck" in out and "FAILED: nan ours: loss is nan" in out
     rows = record.read(tmp_path / "results.csv")
     assert list(summary.ratios(summary.medians(rows))) == ["copied"]
-    assert {row["preset"] for row in rows if row["metric"] == "step_ms"} == {"copied"}
+    assert {row["preset"] for row in rows if row["metric"] == "forward_backward_ms"} == {"copied"}
 
 
 def test_one_that_cannot_run_under_autocast_is_timed_in_float32(known, tmp_path, capsys):

@@ -283,15 +283,19 @@ def test_picture_and_table_of_training_and_compiled_inference(tmp_path):
     for provider in steps.PROVIDERS:
         train = case | {"op": "train_step", "provider": provider}
         recorder.add(80, **train, metric="step_ms", unit="ms")
-        recorder.add(80, **train, metric="part_backward_ms", unit="ms")
+        if provider != "upstream":
+            recorder.add(60, **train, metric="part_backward_ms", unit="ms")
         recorder.add(2048, **train, metric="peak_mib", unit="MiB")
+    recorder.add(30, **case, op="train_step", provider="ours_ddp_2gpu", metric="step_ms", unit="ms")
     figure = plot._model_pictures(recorder.rows)["models"]
     titles = [axis.get_title() for axis in figure.axes]
     assert titles == ["training step, ms", "inference, ms", "peak memory in training, GiB"]
+    # What the parts do not explain is drawn too, and all of it where there are no parts.
+    assert [h for bar in figure.axes[0].patches if (h := bar.get_height())] == [80, 60, 20, 60, 20]
     assert [bar.get_height() for bar in figure.axes[1].patches] == [10, 20, 30, 40]
     assert [bar.get_height() for bar in figure.axes[2].patches] == [2, 2, 2]
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-    assert {*labels} == {*steps.PARTS, *steps.PROVIDERS, *compiled.PROVIDERS}
+    assert {*labels} == {*steps.PARTS, "rest", *steps.PROVIDERS, *compiled.PROVIDERS}
     assert len(labels) == len({*labels})
 
 

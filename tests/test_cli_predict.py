@@ -521,3 +521,19 @@ def test_an_image_that_the_processor_refuses_stops_no_other(run, photo, deformab
         f"deformops-models: {thin}: the image processor of {deformable_detr} fails: "
     )
     assert out.startswith(f"{photo}: ") and len(out.splitlines()) == 1
+
+
+def test_a_broken_image_in_a_folder_stops_no_other(run, photo, deformable_detr, tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"")
+    Image.open(photo).save(folder / "b.png")
+    code, out, err = run(folder, "--model", deformable_detr, "--out", tmp_path / "out")
+    assert code == 2 and err.splitlines()[-1] == f"deformops-models: {folder / 'a.png'}: not an image"
+    assert out.startswith(f"{folder / 'b.png'}: ") and len(out.splitlines()) == 1
+
+
+def test_a_training_folder_is_not_the_model_in_it(run, photo, tmp_path):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    code, _, err = run(photo, "--model", tmp_path / "run", "--out", tmp_path / "out")
+    assert code == 2 and f"did you mean {tmp_path / 'run' / 'best'}?" in err

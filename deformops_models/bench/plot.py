@@ -29,7 +29,11 @@ _COLORS = {
     "ours_compiled": "#4f6db3",
 }
 _PART_COLORS = dict(
-    zip(PARTS, ("#4f6db3", "#1b7f5c", "#8fb5e0", "#b3261e", "#e3b868", "#8a8f98", "#4b4f57"), strict=True)
+    zip(
+        (*PARTS, _REST := "rest"),
+        ("#4f6db3", "#1b7f5c", "#8fb5e0", "#b3261e", "#e3b868", "#8a8f98", "#4b4f57", "#d9dce1"),
+        strict=True,
+    )
 )
 #: Of whole detectors, in the order of the bars: what is written above a bar of parts.
 _SHORT = {"upstream": "upstream", "ours_attention": "attention\nonly", "ours": "ours"}
@@ -95,7 +99,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     """The training step of each detector as bars of its parts, its inference and its memory; what has rows of these."""
     from matplotlib.figure import Figure
 
-    whole = [row for row in rows if row["op"] in ("train_step", "inference")]
+    whole = [row for row in rows if row["op"] in ("train_step", "inference") and row["provider"] in _WHOLE]
     found = medians(whole)
     present = {(case.op, metric) for case, _, metric in found}
     panels = {title: panel for title, panel in _PANELS.items() if panel[:2] in present}
@@ -115,7 +119,9 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
                 width = 0.84 / len(heights)
                 x = place + (i - (len(heights) - 1) / 2) * width
                 if metric == "step_ms":
-                    _parts(axis, x, width * 0.9, {p: found.get((key, provider, f"part_{p}_ms"), 0.0) for p in PARTS})
+                    times = {part: found.get((key, provider, f"part_{part}_ms"), 0.0) for part in PARTS}
+                    # Medians of parts do not add up to the whole's, and some rows have no parts.
+                    _parts(axis, x, width * 0.9, times | {_REST: max(0.0, height - sum(times.values()))})
                     axis.annotate(
                         f"{_SHORT[provider]}\n{_number(height)}", (x, height), (0, 3), textcoords="offset points",
                         ha="center", fontsize=8,
@@ -128,7 +134,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     if ("train_step", "step_ms") in present:
-        for part in reversed(PARTS):
+        for part in reversed(_PART_COLORS):
             axes[0].bar(0, 0, color=_PART_COLORS[part], label=part)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside left center", **_PLAIN)
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower right", ncols=len(_WHOLE), **_PLAIN)
@@ -151,7 +157,7 @@ def _family_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     found = ratios(medians(rows))
     if not found:
         return {}
-    names = sorted(found, key=lambda name: found[name].get("step_ms", 0.0), reverse=True)
+    names = sorted(found, key=lambda name: found[name].get("forward_backward_ms", 0.0), reverse=True)
     figure = Figure(figsize=(8, 1.2 + 0.36 * len(names)), layout="constrained")
     axis = figure.add_subplot()
     for i, (metric, color) in enumerate(zip(FAMILY_METRICS, ("#1b7f5c", "#4f6db3"), strict=True)):

@@ -11,7 +11,7 @@ from deformops_models.console import table
 
 #: The `op` of rows of `bench --family`, and what it times, with its name in print.
 FAMILY = "family"
-FAMILY_METRICS = {"step_ms": "training step", "inference_ms": "inference"}
+FAMILY_METRICS = {"forward_backward_ms": "forward and backward", "inference_ms": "inference"}
 
 Medians = dict[tuple[Case, str, str], float]
 
