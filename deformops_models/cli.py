@@ -293,7 +293,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        print("deformops-models: " + " ".join(str(error).split()), file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        # In one piece: several processes may write at once.
+        sys.stderr.write(f"deformops-models{f', rank {rank}' * (rank != '0')}: {' '.join(str(error).split())}\n")
         return 2
     except KeyboardInterrupt:
         return 130

@@ -71,6 +71,13 @@ def test_module_runs_from_another_folder(tmp_path):
     assert bad.stderr == "deformops-models: none.jpg: no such file or folder\n"
 
 
+def test_an_error_of_another_process_names_its_rank(run, monkeypatch):
+    for rank, start in (("0", "deformops-models: "), ("3", "deformops-models, rank 3: ")):
+        monkeypatch.setenv("RANK", rank)
+        code, _, err = run("predict", "x.jpg", "--model", "nothing", "--out", "o")
+        assert code == 2 and err.startswith(start) and err.count("\n") == 1, err
+
+
 def test_interrupt_is_130(run, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

@@ -203,7 +203,7 @@ class _Training:
             self._say(
                 f"{args.model} {verb} {self.steps} steps of {self.images_per_step} images, {args.epochs} epochs of "
                 f"{len(self.train.images)} images, {self.accelerator.num_processes} process(es)"
-                f"{' with FSDP' if self.sharded else ''}, "
+                f"{' with FSDP' if self.sharded else ', which --fsdp does not change' if args.fsdp else ''}, "
                 f"{self.accelerator.mixed_precision.replace('no', 'fp32')} on {self.accelerator.device}"
             )
 
