@@ -97,11 +97,16 @@ def _parser() -> argparse.ArgumentParser:
         "--family",
         nargs="+",
         metavar="NAME",
-        help="instead: training step and inference of whole detectors, patched and unpatched; all, or names as rt_detr",
+        help="instead: forward with backward pass and inference of a detector of every family, patched and unpatched; "
+        "all, or names as rt_detr",
     )
     what.add_argument("--plot-only", metavar="CSV", help="instead: draw the pictures of an earlier run; needs no GPU")
     command.add_argument(
-        "--compile", action="store_true", help="with --model: inference only, with and without torch.compile"
+        "--compile",
+        nargs="?",
+        const="inference",
+        choices=("inference", "training"),
+        help="with --model: only inference, or only training steps, with and without torch.compile",
     )
     command.add_argument("--dtype", nargs="+", metavar="NAME", default=[], help=f"{', '.join(DTYPES)}, autocast")
     command.add_argument("--distribution", nargs="+", metavar="NAME", default=[], help="of locations: local, uniform")

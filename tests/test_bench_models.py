@@ -55,7 +55,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(models, "PUBLISHED", workloads)
     for name, workload in workloads.items():
         monkeypatch.setitem(models.MODELS, name, workload)
-    few = {"ROUNDS": 2, "WARM_UP": 1, "_STEPS": 1, "INFERENCES": 1, "_SEEDS": range(7, 10)}
+    few = {"ROUNDS": 2, "WARM_UP": 1, "STEPS": 1, "INFERENCES": 1, "_SEEDS": range(7, 10)}
     for name, value in few.items():
         monkeypatch.setattr(steps, name, value)
 
@@ -241,7 +241,8 @@ def test_dino_has_all_parts():
 @pytest.fixture
 def quick_compiler(monkeypatch):
     """Traces and partitions as always, and then runs PyTorch's own kernels."""
-    monkeypatch.setattr(compiled, "measure", functools.partial(compiled.measure, backend="aot_eager"))
+    for name in ("measure_inference", "measure_training"):
+        monkeypatch.setattr(compiled, name, functools.partial(getattr(compiled, name), backend="aot_eager"))
 
 
 def test_compiled_inference_beside_the_eager_one(tiny, anywhere, quick_compiler, tmp_path, capsys):
@@ -264,6 +265,20 @@ def test_compiled_inference_beside_the_eager_one(tiny, anywhere, quick_compiler,
     table = capsys.readouterr().out
     assert "COMPILING, s" in table and "STEP, ms" not in table and "PEAK" not in table
     assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compiled_training_beside_the_eager_one(tiny, anywhere, quick_compiler, tmp_path):
+    assert main(["bench", "--model", "tiny_deformable_detr", "--compile", "training", "--out", str(tmp_path)]) == 0
+    rows = record.read(tmp_path / "results.csv")
+    assert {(row["op"], row["dtype"]) for row in rows} == {("train_step", "bfloat16")}
+    metrics = {who: [row["metric"] for row in rows if row["provider"] == who] for who in compiled.PROVIDERS}
+    errors, times = ["error_loss", "error_grad_norm", "kernel_calls"], ["step_ms", "peak_mib", "images_s"]
+    assert metrics == {
+        who: [*errors, *(["compile_s"] if "compiled" in who else []), *times] for who in compiled.PROVIDERS
+    }
+    assert all(0 < row["median"] < 0.2 for row in rows if row["metric"].startswith("error_"))
+    found = {(row["provider"], row["metric"]): row["median"] for row in rows}
+    assert found["ours_compiled", "compile_s"] * 1e3 > 2 * found["ours_compiled", "step_ms"] > 0
 
 
 def test_picture_and_table_of_training_and_compiled_inference(tmp_path):
@@ -322,10 +337,10 @@ def test_only_what_is_asked_for_is_compiled(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **options: built.append(options) or model)
     recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
     bench = cpu_bench(tiny_deformable_detr)
-    assert list(compiled.measure("tiny", "", bench, recorder, ["ours"])) == []
+    assert list(compiled.measure_inference("tiny", "", bench, recorder, ["ours"])) == []
     assert built == []
     # Ours is held to upstream's, which is compiled without a row.
-    assert list(compiled.measure("tiny", "", bench, recorder, ["ours_compiled"])) == []
+    assert list(compiled.measure_inference("tiny", "", bench, recorder, ["ours_compiled"])) == []
     assert built == [{"backend": "inductor", "dynamic": False}] * 2
     timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
     assert timed == ["ours", "ours_compiled"]
@@ -341,7 +356,7 @@ def test_what_cannot_be_compiled_is_named(tiny, tmp_path, monkeypatch):
     built = []
     monkeypatch.setattr(torch, "compile", refuse)
     recorder = record.Recorder(tmp_path / "results.csv", dict.fromkeys(record.COLUMNS[:6], ""))
-    failed = list(compiled.measure("tiny", "", cpu_bench(tiny_deformable_detr), recorder, compiled.PROVIDERS))
+    failed = list(compiled.measure_inference("tiny", "", cpu_bench(tiny_deformable_detr), recorder, compiled.PROVIDERS))
     assert [line.partition(" no such instruction")[0] for line in failed] == ["upstream_compiled: Unsupported:"]
     timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
     assert timed == ["upstream", "ours", "ours_compiled"]

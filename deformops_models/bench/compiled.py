@@ -1,26 +1,29 @@
-"""`bench --model --compile`: inference of whole detectors under `torch.compile`, patched against unpatched."""
+"""`bench --model --compile`: inference or training of whole detectors under `torch.compile`, patched and unpatched."""
 
+import contextlib
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deformops_models.backend import call_counts
 from deformops_models.bench import steps
+from deformops_models.bench.measure import Quantiles
 from deformops_models.bench.record import Recorder
 
 #: In this order: each of ours is held to the errors of upstream's before it.
 PROVIDERS = ("upstream", "ours", "upstream_compiled", "ours_compiled")
 
 
-def measure(
+def measure_inference(
     name: str, title: str, bench: steps.Bench, recorder: Recorder, providers: Sequence[str], backend: str = "inductor"
 ) -> Iterator[str]:
-    """Errors and times of inference, eager and compiled, and the seconds that the first compiled call takes.
+    """Errors and times of inference, eager and compiled, and the seconds that compiling takes.
 
-    The gate: each output of ours may be twice as far from the unpatched float32 one as unpatched bf16's,
-    and a rounding.
+    The gate: each output of ours may be twice as far from the unpatched float32 one as unpatched bf16's, and a
+    rounding.
 
     Args:
         name: of the detector, for the rows.
@@ -36,52 +39,101 @@ def measure(
     row = {"op": "inference", "preset": name, "distribution": "random", "dtype": bench.detector.dtype}
     bench.model.eval()
     exact = logits(bench.infer(half=False))
+
+    def errors() -> dict[str, float]:
+        found = logits(bench.infer())
+        return {key: ((found[key] - truth).norm() / truth.norm()).item() for key, truth in exact.items()}
+
+    check = functools.partial(_check, row, title, bench, recorder, providers, errors, ["msda_forward"])
+    passed, compiled = yield from check(_compiling(bench.model, backend), bench.inferences, steps.INFERENCES)
+    found = bench.interleaved(passed, bench.inferences, steps.INFERENCES)
+    steps.record_inference(found | compiled, title, bench, recorder, row)
+
+
+def measure_training(
+    name: str, title: str, bench: steps.Bench, recorder: Recorder, providers: Sequence[str], backend: str = "inductor"
+) -> Iterator[str]:
+    """The same of training steps, with loss and gradient norm: all but the loss is compiled, as `finetune` does it."""
+    row = {"op": "train_step", "preset": name, "distribution": "random", "dtype": bench.detector.dtype}
+    bench.model.train()
+    exact = bench.exact()
+    network = getattr(bench.model, "model", bench.model)
+    needed = ["msda_forward", "msda_backward"]
+    check = functools.partial(_check, row, title, bench, recorder, providers, lambda: bench.errors(exact), needed)
+    whole = functools.partial(bench.steps, parts=False)
+    passed, compiled = yield from check(_compiling(network, backend), whole, steps.STEPS)
+    found = bench.interleaved(passed, whole, steps.STEPS)
+    steps.record_steps(found | compiled, title, bench, recorder, row)
+
+
+def _check(
+    row: Mapping[str, str],
+    title: str,
+    bench: steps.Bench,
+    recorder: Recorder,
+    providers: Sequence[str],
+    errors: Callable[[], dict[str, float]],
+    needed: Sequence[str],
+    compiling: Callable[[], contextlib.AbstractContextManager],
+    clock: Callable[[int, int], list[steps.Sample]],
+    calls: int,
+) -> Generator[str, None, tuple[list[str], dict[str, dict[str, Quantiles]]]]:
+    """Records the errors of all providers, and times the compiled ones: each turn of one would compile again.
+
+    Yields:
+        What failed.
+
+    Returns:
+        The eager providers that may be timed, and the compiled ones' times.
+    """
     allowed, passed, compiled = {}, [], {}
     for provider in PROVIDERS:
         whose, _, late = provider.partition("_")
         # The eager one is measured in any case: its errors are the bound where upstream's compiled one fails.
         if provider != "upstream" and not {provider, provider.replace("upstream", "ours")} & {*providers}:
             continue
-        with bench.patched(whose):
-            model = bench.model
-            if late:
-                # What was compiled for other classes of these modules counts towards Dynamo's limit.
-                torch._dynamo.reset()
-                model = torch.compile(model, backend=backend, dynamic=False)
+        with bench.patched(whose), compiling() if late else contextlib.nullcontext():
             before, start = call_counts.copy(), time.perf_counter()
             try:
-                found = logits(bench.infer(model))
+                found = errors()
             except torch._dynamo.exc.TorchDynamoException as error:
                 if provider in providers:
                     yield f"{provider}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 continue
             seconds, counts = time.perf_counter() - start, call_counts - before
-            errors = {key: ((found[key] - truth).norm() / truth.norm()).item() for key, truth in exact.items()}
             if whose == "upstream":
-                allowed = {key: steps.twice(error) for key, error in errors.items()}
+                allowed = {key: steps.twice(error) for key, error in found.items()}
             if provider not in providers:
                 continue
-            for key, error in errors.items():
+            for key, error in found.items():
                 recorder.add(error, **row, provider=provider, metric=f"error_{key}", unit="1")
             recorder.add(counts["msda_forward"], **row, provider=provider, metric="kernel_calls", unit="1")
-            problem = bench.idle(whose, counts, ["msda_forward"]) or steps.too_far(errors, allowed)
-            print(f"{title} {provider}: {steps.said(errors)}{f': {problem}' if problem else ''}", flush=True)
+            problem = bench.idle(whose, counts, needed) or steps.too_far(found, allowed)
+            print(f"{title} {provider}: {steps.said(found)}{f': {problem}' if problem else ''}", flush=True)
             if problem:
                 yield f"{provider}: {problem}"
-                continue
-            passed.append(provider)
-            if late:
+            elif late:
                 recorder.add(seconds, **row, provider=provider, metric="compile_s", unit="s")
-                print(f"{title} {provider}: the first call took {seconds:.1f} s", flush=True)
-                # These cannot take turns: each turn would compile again.
-                compiled[provider] = steps.summarized(
-                    bench.inferences(steps.WARM_UP, steps.ROUNDS * steps.INFERENCES, model)
-                )
-    torch._dynamo.reset()
-    eager = [provider for provider in passed if provider not in compiled]
-    steps.record_inference(
-        bench.interleaved(eager, bench.inferences, steps.INFERENCES) | compiled, title, bench, recorder, row
-    )
+                print(f"{title} {provider}: the first calls took {seconds:.1f} s", flush=True)
+                compiled[provider] = steps.summarized(clock(steps.WARM_UP, steps.ROUNDS * calls))
+            else:
+                passed.append(provider)
+    return passed, compiled
+
+
+def _compiling(module: nn.Module, backend: str) -> Callable[[], contextlib.AbstractContextManager]:
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        # What was compiled for other classes of these modules counts towards Dynamo's limit.
+        torch._dynamo.reset()
+        module.compile(backend=backend, dynamic=False)
+        try:
+            yield
+        finally:
+            module._compiled_call_impl = None
+            torch._dynamo.reset()
+
+    return compiling
 
 
 def logits(outputs: object) -> dict[str, Tensor]:

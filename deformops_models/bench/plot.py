@@ -36,8 +36,10 @@ _PART_COLORS = dict(
     )
 )
 #: Of whole detectors, in the order of the bars: what is written above a bar of parts.
-_SHORT = {"upstream": "upstream", "ours_attention": "attention\nonly", "ours": "ours"}
-_WHOLE = (*_SHORT, "upstream_compiled", "ours_compiled")
+_SHORT = {
+    "upstream": "upstream", "ours_attention": "attention\nonly", "ours": "ours",
+    "upstream_compiled": "upstream\ncompiled", "ours_compiled": "ours\ncompiled",
+}  # fmt: skip
 #: Op, metric, and how many of its units make the title's.
 _PANELS = {
     "training step, ms": ("train_step", "step_ms", 1),
@@ -99,7 +101,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     """The training step of each detector as bars of its parts, its inference and its memory; what has rows of these."""
     from matplotlib.figure import Figure
 
-    whole = [row for row in rows if row["op"] in ("train_step", "inference") and row["provider"] in _WHOLE]
+    whole = [row for row in rows if row["op"] in ("train_step", "inference") and row["provider"] in _SHORT]
     found = medians(whole)
     present = {(case.op, metric) for case, _, metric in found}
     panels = {title: panel for title, panel in _PANELS.items() if panel[:2] in present}
@@ -114,7 +116,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     for axis, (title, (op, metric, unit)) in zip(axes, panels.items(), strict=True):
         for place, case in enumerate(shown):
             key = case._replace(op=op)
-            heights = {name: found[key, name, metric] / unit for name in _WHOLE if (key, name, metric) in found}
+            heights = {name: found[key, name, metric] / unit for name in _SHORT if (key, name, metric) in found}
             for i, (provider, height) in enumerate(heights.items()):
                 width = 0.84 / len(heights)
                 x = place + (i - (len(heights) - 1) / 2) * width
@@ -137,7 +139,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
         for part in reversed(_PART_COLORS):
             axes[0].bar(0, 0, color=_PART_COLORS[part], label=part)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside left center", **_PLAIN)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower right", ncols=len(_WHOLE), **_PLAIN)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower right", ncols=len(_SHORT), **_PLAIN)
     figure.suptitle(f"bf16 autocast, {whole[-1]['gpu']}, torch {whole[-1]['torch']}", fontsize=11)
     return {"models": figure}
 

@@ -59,7 +59,11 @@ def _run_detectors(args: argparse.Namespace) -> int:
         measure, known = families.measure, families.PROVIDERS
         chosen, left_out = choose("--family", args.family, models.FAMILIES, models.FAMILIES)
     else:
-        measure, known = (compiled.measure, compiled.PROVIDERS) if args.compile else (steps.measure, steps.PROVIDERS)
+        measure, known = {
+            None: (steps.measure, steps.PROVIDERS),
+            "inference": (compiled.measure_inference, compiled.PROVIDERS),
+            "training": (compiled.measure_training, compiled.PROVIDERS),
+        }[args.compile]
         chosen, left_out = choose("--model", args.model, models.MODELS, models.PUBLISHED)
     providers = list(_named("--provider", args.provider, dict.fromkeys(known)) or known)
     recorder = _begin(args, left_out)

@@ -24,7 +24,7 @@ PROVIDERS = {"upstream": (), "ours_attention": ("attention",), "ours": PATCHED}
 PARTS = ("backbone", "msda", "decoder", "matching", "loss", "backward", "optimizer")
 ROUNDS = 3
 WARM_UP = 3  # calls before the first of a round that is timed; one in later rounds
-_STEPS = 5  # of a round, as are inferences
+STEPS = 5  # of a round, as are inferences
 INFERENCES = 7
 _SEEDS = range(7, 12)
 
@@ -127,17 +127,30 @@ def measure(name: str, title: str, bench: "Bench", recorder: Recorder, providers
             yield f"{provider}: {problem}"
         else:
             passed.append(provider)
-    for provider, times in bench.interleaved(passed, bench.steps, _STEPS).items():
-        train = row | {"op": "train_step", "provider": provider}
-        recorder.add(*times["total"], **train, metric="step_ms", unit="ms")
-        for part in PARTS:
-            recorder.add(*times.get(part, (0.0,)), **train, metric=f"part_{part}_ms", unit="ms")
-        recorder.add(*times["peak"], **train, metric="peak_mib", unit="MiB")
-        recorder.add(bench.images / times["total"][0] * 1e3, **train, metric="images_s", unit="1/s")
-        text = f"step {times['total'][0]:.1f} ms, peak {times['peak'][0] / 1024:.2f} GiB"
-        print(f"{title} {provider}: {text}", flush=True)
+    found = bench.interleaved(passed, bench.steps, STEPS)
+    record_steps(found, title, bench, recorder, row | {"op": "train_step"}, PARTS)
     inference = bench.interleaved(passed, bench.inferences, INFERENCES)
     record_inference(inference, title, bench, recorder, row | {"op": "inference"})
+
+
+def record_steps(
+    found: Mapping[str, Mapping[str, Quantiles]],
+    title: str,
+    bench: "Bench",
+    recorder: Recorder,
+    row: dict[str, str],
+    parts: Sequence[str] = (),
+) -> None:
+    """Records and prints the times of each provider."""
+    for provider, times in found.items():
+        recorder.add(*times["total"], **row, provider=provider, metric="step_ms", unit="ms")
+        for part in parts:
+            recorder.add(*times.get(part, (0.0,)), **row, provider=provider, metric=f"part_{part}_ms", unit="ms")
+        recorder.add(*times["peak"], **row, provider=provider, metric="peak_mib", unit="MiB")
+        images = bench.images / times["total"][0] * 1e3
+        recorder.add(images, **row, provider=provider, metric="images_s", unit="1/s")
+        text = f"step {times['total'][0]:.1f} ms, peak {times['peak'][0] / 1024:.2f} GiB"
+        print(f"{title} {provider}: {text}", flush=True)
 
 
 def record_inference(
@@ -187,19 +200,13 @@ class Bench:
             Provider, errors by quantity, launches of the kernel per step, and what is wrong or None.
         """
         self.model.train()
-        exact = [self.values(seed, half=False) for seed in _SEEDS]
+        exact = self.exact()
         allowed = {}
         for provider in dict.fromkeys(("upstream", *providers)):
             before = call_counts.copy()
             with self.patched(provider):
-                found = [self.values(seed, half=True) for seed in _SEEDS]
+                errors = self.errors(exact)
             counts = call_counts - before
-            errors = {
-                quantity: statistics.median(
-                    abs(ours[quantity] / truth[quantity] - 1) for ours, truth in zip(found, exact, strict=True)
-                )
-                for quantity in ("loss", "grad_norm")
-            }
             allowed = allowed or {q: twice(error) for q, error in errors.items()}
             if provider not in providers:
                 continue
@@ -207,6 +214,20 @@ class Bench:
             yield provider, errors, counts["msda_forward"] // len(_SEEDS), problem
         self.model.zero_grad(set_to_none=True)
         forget()
+
+    def exact(self) -> list[dict[str, float]]:
+        """Loss and gradient norm of the float32 step from each seed."""
+        return [self.values(seed, half=False) for seed in _SEEDS]
+
+    def errors(self, exact: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Median relative errors of loss and gradient norm."""
+        found = [self.values(seed) for seed in _SEEDS]
+        return {
+            quantity: statistics.median(
+                abs(ours[quantity] / truth[quantity] - 1) for ours, truth in zip(found, exact, strict=True)
+            )
+            for quantity in ("loss", "grad_norm")
+        }
 
     def idle(
         self, provider: str, counts: Mapping[str, int], needed: Sequence[str] = ("msda_forward", "msda_backward")
@@ -230,11 +251,11 @@ class Bench:
         with self.autocast(half):
             return self.detector.loss(self.model, self.inputs, self.targets)
 
-    def infer(self, model: nn.Module | None = None, half: bool = True) -> object:
-        """The outputs, of `model` in place of the detector's own."""
+    def infer(self, half: bool = True) -> object:
+        """The outputs."""
         # Inference mode would leave tensors in upstream's caches that training cannot use.
         with torch.no_grad(), self.autocast(half):
-            return self.detector.infer(self.model if model is None else model, self.inputs)
+            return self.detector.infer(self.model, self.inputs)
 
     def interleaved(
         self, providers: Sequence[str], measure: Callable[[int, int], list[Sample]], calls: int
@@ -253,28 +274,30 @@ class Bench:
                     samples += measure(1 if number else WARM_UP, calls)
         return {provider: summarized(samples) for provider, samples in found.items()}
 
-    def steps(self, warm_up: int, calls: int) -> list[Sample]:
-        """Training steps with AdamW; weights are as before afterwards."""
+    def steps(self, warm_up: int, calls: int, parts: bool = True) -> list[Sample]:
+        """Training steps with AdamW, by parts if asked for; weights are as before afterwards."""
         before = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
-        samples = self.losses(warm_up, calls, optimizer)
+        samples = self.losses(warm_up, calls, optimizer, parts)
         self.model.load_state_dict(before)
         return samples
 
-    def losses(self, warm_up: int, calls: int, optimizer: torch.optim.Optimizer | None = None) -> list[Sample]:
+    def losses(
+        self, warm_up: int, calls: int, optimizer: torch.optim.Optimizer | None = None, parts: bool = True
+    ) -> list[Sample]:
         """Forward and backward passes, and steps of the optimizer if there is one."""
         self.model.train()
-        samples = self.clock(lambda: self.step(optimizer), warm_up, calls)
+        samples = self.clock(lambda: self.step(optimizer, parts), warm_up, calls)
         self.model.zero_grad(set_to_none=True)
         return samples
 
-    def step(self, optimizer: torch.optim.Optimizer | None = None) -> Timeline:
+    def step(self, optimizer: torch.optim.Optimizer | None = None, parts: bool = True) -> Timeline:
         # Every step draws the same numbers.
         torch.manual_seed(7)
         self.model.zero_grad(set_to_none=True)
         line = Timeline(self.device)
         with contextlib.ExitStack() as stack:
-            for part, owner, attribute, function in self.detector.calls(self.model):
+            for part, owner, attribute, function in self.detector.calls(self.model) if parts else ():
                 timed = line.wrap(part, function)
                 stack.enter_context(mock.patch.object(owner, attribute, timed, create=True))
             with line.part("decoder"):
@@ -286,15 +309,15 @@ class Bench:
                 optimizer.step()
         return line
 
-    def inferences(self, warm_up: int, calls: int, model: nn.Module | None = None) -> list[Sample]:
-        """Forward passes, of `model` in place of the detector's own."""
+    def inferences(self, warm_up: int, calls: int) -> list[Sample]:
+        """Forward passes."""
         self.model.eval()
 
         def call() -> Timeline:
             torch.manual_seed(7)
             line = Timeline(self.device)
             with line.part("forward"):
-                self.infer(model)
+                self.infer()
             return line
 
         return self.clock(call, warm_up, calls)
