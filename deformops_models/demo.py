@@ -93,8 +93,6 @@ def _detect_shapes(device: torch.device, picture: Path) -> None:
     from deformops_models.predict import Options, draw, load_mask2former, quiet_transformers, read_image, summary
 
     image = read_image(SHAPES)
-    # Larger, so that the picture has room for names; the model's processor makes it small again.
-    image = image.resize((3 * image.width, 3 * image.height))
     before = call_counts.copy()
     with quiet_transformers():
         detect = load_mask2former(local_name(_SHIPPED), Options("instance", 0.5, "hub", device, torch.float32))

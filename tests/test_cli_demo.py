@@ -95,7 +95,7 @@ def test_demo_detects_shapes_with_the_model_that_the_package_holds(
     assert re.search(r"detected +\d+ circle$", out, re.MULTILINE)
     photo = Image.open(demo.SHAPES)
     picture = Image.open(tmp_path / "out" / "shapes.png")
-    assert picture.size == (3 * photo.width, 3 * photo.height)
+    assert picture.size == (4 * photo.width, 4 * photo.height)
     # The drawing covers a part of the picture.
     assert picture.tobytes() != photo.convert("RGB").resize(picture.size).tobytes()
 
