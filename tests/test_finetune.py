@@ -469,6 +469,22 @@ def test_images_that_turn_out_to_be_cut_off(deformable_detr, data, tmp_path, cap
     )
 
 
+def test_a_cut_off_image_for_validation_costs_no_step(deformable_detr, data, tmp_path, capsys):
+    import shutil
+
+    cut = shutil.copytree(data, tmp_path / "cut")
+    file = cut / "images" / "val" / "000001.jpg"
+    file.write_bytes(file.read_bytes()[:900])
+    command = arguments(deformable_detr, cut, tmp_path / "out")
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "000001.jpg: cannot read it" in message and "leave it out with --resume --skip-broken" in message
+    _fresh()
+    assert main([*command, "--resume", "--skip-broken"]) == 0
+    assert f"goes on at step {STEPS_PER_EPOCH} of {2 * STEPS_PER_EPOCH}" in capsys.readouterr().out
+    assert len(losses(tmp_path / "out")) == 2 * STEPS_PER_EPOCH and len(scores(tmp_path / "out")) == 1
+
+
 def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr, data, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(arguments(deformable_detr, data, out, "--epochs", 1)) == 0

@@ -127,14 +127,19 @@ def kill_one_rank(process, out, step, rank=1):
 
     import psutil
 
-    workers = []
-    while len(losses(out)) < step and process.poll() is None:
-        if not workers:
-            workers = [p for p in psutil.Process(process.pid).children() if _environment(p).get("RANK") == str(rank)]
-        time.sleep(0.005)
-    if process.poll() is None:
-        workers[0].kill()
-    printed, _ = process.communicate(timeout=120)
+    workers, end = [], time.monotonic() + 200
+    try:
+        while len(losses(out)) < step and process.poll() is None and time.monotonic() < end:
+            if not workers:
+                workers = [
+                    p for p in psutil.Process(process.pid).children() if _environment(p).get("RANK") == str(rank)
+                ]
+            time.sleep(0.005)
+        if process.poll() is None:
+            workers[0].kill()
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.terminate()
     return printed
 
 

@@ -163,8 +163,8 @@ def _family_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     figure = Figure(figsize=(8, 1.2 + 0.36 * len(names)), layout="constrained")
     axis = figure.add_subplot()
     for i, (metric, color) in enumerate(zip(FAMILY_METRICS, ("#1b7f5c", "#4f6db3"), strict=True)):
-        heights = [found[name].get(metric, 0.0) for name in names]
-        places = [place + (0.2 if i == 0 else -0.2) for place in range(len(names))]
+        heights = [found[name][metric] for name in names if metric in found[name]]
+        places = [k + (0.2 if i == 0 else -0.2) for k, name in enumerate(names) if metric in found[name]]
         axis.barh(places, heights, 0.38, color=color, label=FAMILY_METRICS[metric])
         for place, height in zip(places, heights, strict=True):
             axis.text(height + 0.01, place, f"{height:.2f}", va="center", fontsize=7)

@@ -69,10 +69,13 @@ class Split:
 
     @property
     def digest(self) -> str:
-        """Tells data sets apart: changes with the images' ids and names, their objects' boxes, and the categories."""
+        """Tells data sets apart: changes with the images' ids and names, their objects and the categories."""
         names = [[image["id"], image["file_name"]] for image in self.images]
-        boxes = [[a["bbox"] for a in self.objects(i)] for i in range(len(self.images))]
-        return hashlib.sha256(json.dumps([names, boxes, self.categories]).encode()).hexdigest()[:16]
+        # Masks are long; another mask has another area.
+        objects = [
+            [[a["category_id"], a["bbox"], a.get("area")] for a in self.objects(i)] for i in range(len(self.images))
+        ]
+        return hashlib.sha256(json.dumps([names, objects, self.categories]).encode()).hexdigest()[:16]
 
     def path(self, index: int) -> Path:
         return self.folder / self.images[index]["file_name"]

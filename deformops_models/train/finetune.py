@@ -193,7 +193,9 @@ class _Training:
         self.average = None
         if args.ema:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema))
-            self.average.requires_grad_(False).to(self.accelerator.device)
+            self.average.requires_grad_(False)
+            if not self.sharded:
+                self.average.to(self.accelerator.device)
             self.average.n_averaged.fill_(state["step"] if state else 0)
         self._prepare(model, state)
         self.step, self.best_score = (state["step"], state["best"]) if state else (0, -1.0)
@@ -410,7 +412,7 @@ class _Training:
         model = self.result.eval()
         if self.sharded:
             sharding.share_buffers(model)
-        skipped: dict[int, str] | None = {} if self.args.skip_broken else None
+        skipped: dict[int, str] = {}
         # Training has one input shape, which is what --compile is for; here nearly every image has another.
         with torch.compiler.set_stance("force_eager"):
             found = detect(
@@ -422,7 +424,12 @@ class _Training:
         if len(looked_at) > len(share):
             found = [row for row in found if row["image_id"] != self.val.images[0]["id"]]
         found = gather_object(found)
-        skipped = dict(gather_object(list((skipped or {}).items())))
+        skipped = dict(gather_object([(i, problem) for i, problem in skipped.items() if i in share]))
+        if skipped and not self.args.skip_broken:
+            # All processes end here together, and what the epoch has learnt is kept.
+            self._save_last()
+            first = next(iter(skipped.values()))
+            raise UsageError(f"{first}; mend it, or leave it out with --resume --skip-broken")
         scores = None
         if accelerator.is_main_process:
             self._note_skipped("val", skipped.values())
