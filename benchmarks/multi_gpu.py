@@ -12,7 +12,6 @@ The batch is that of one GPU, so that perfect scaling is as many times the image
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deformops_models.bench import models, record
 from deformops_models.bench.measure import quantiles
+from deformops_models.bench.steps import Timeline
 from deformops_models.patching import patch
 from deformops_models.train import sharding, tasks
 
@@ -72,34 +72,22 @@ def measure(detector: models.Detector, state: PartialState, fsdp: bool) -> tuple
         model = DistributedDataParallel(model, [device.index] if cuda else None, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
     inputs, targets = models.on(device, detector.inputs), models.on(device, detector.targets)
-    marks = []
-    for step in range(WARM_UP + STEPS + 1):
-        if step >= WARM_UP:
-            if step == WARM_UP and cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            marks.append(_now(cuda))
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = detector.loss(model, inputs, targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    if cuda:
-        torch.cuda.synchronize()
-        times = [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
-    else:
-        times = [(end - start) * 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+    lines = []
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP and cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        lines.append(Timeline(device))
+        with lines[-1].part("step"):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = detector.loss(model, inputs, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    times = [line.times()["total"] for line in lines[WARM_UP:]]
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
     return times, gather(torch.tensor([peak], device=device)).max().item()
-
-
-def _now(cuda: bool):
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ pytest.importorskip("torchvision")
 transformers = pytest.importorskip("transformers")
 
 from PIL import Image  # noqa: E402
+from training import deformable_detr_config  # noqa: E402
 
 from deformops_models import predict  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
@@ -67,15 +68,7 @@ def mask2former(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deformable_detr(tmp_path_factory):
-    backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic",
-        out_features=["stage2", "stage3", "stage4"],
-    )  # fmt: skip
-    config = transformers.DeformableDetrConfig(
-        backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=9, id2label=NAMES,
-        with_box_refine=True,
-    )  # fmt: skip
+    config = deformable_detr_config(encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=9, id2label=NAMES)
     model = transformers.DeformableDetrForObjectDetection(config)
     processor = transformers.DeformableDetrImageProcessor(size=SIZE)
     return save(model, processor, tmp_path_factory.mktemp("deformable-detr"))

@@ -1,4 +1,4 @@
-"""What the tests of `finetune` share: tiny models without weights, commands in processes of their own, and logs."""
+"""What the tests of training and prediction share: tiny models, commands in processes of their own, and logs."""
 
 import json
 import os
@@ -31,19 +31,27 @@ def write_mask2former(folder, **options):
     return folder
 
 
-def write_deformable_detr(folder):
-    """Writes a small Deformable DETR of another number of classes, without dropout."""
+def deformable_detr_config(**options):
+    """The config of a small Deformable DETR."""
     import transformers
 
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic",
         out_features=["stage2", "stage3", "stage4"],
     )  # fmt: skip
-    config = transformers.DeformableDetrConfig(
+    return transformers.DeformableDetrConfig(
         backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_labels=3,
-        num_feature_levels=3, with_box_refine=True, auxiliary_loss=True, dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0,
+        decoder_attention_heads=2, with_box_refine=True, **options,
+    )  # fmt: skip
+
+
+def write_deformable_detr(folder):
+    """Writes a small Deformable DETR of another number of classes, without dropout."""
+    import transformers
+
+    config = deformable_detr_config(
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_labels=3, num_feature_levels=3,
+        auxiliary_loss=True, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
     )  # fmt: skip
     torch.manual_seed(3)
     transformers.DeformableDetrForObjectDetection(config).save_pretrained(folder)

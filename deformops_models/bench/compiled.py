@@ -111,10 +111,8 @@ def _check(
                 allowed = {key: max(bound[key], allowed[key]) for key in bound}
             if provider not in providers:
                 continue
-            for key, error in found.items():
-                recorder.add(error, **row, provider=provider, metric=f"error_{key}", unit="1")
-            recorder.add(counts["msda_forward"], **row, provider=provider, metric="kernel_calls", unit="1")
-            print(f"{title} {provider}: {steps.said(found)}{f': {problem}' if problem else ''}", flush=True)
+            provided = {**row, "provider": provider}
+            steps.record_errors(found, counts["msda_forward"], problem, title, recorder, provided)
             if problem:
                 yield f"{provider}: {problem}"
             elif late:

@@ -118,11 +118,7 @@ def measure(name: str, title: str, bench: "Bench", recorder: Recorder, providers
     row = {"preset": name, "distribution": "random", "dtype": bench.detector.dtype}
     passed = []
     for provider, errors, kernels, problem in bench.check(providers):
-        train = row | {"op": "train_step", "provider": provider}
-        for quantity, error in errors.items():
-            recorder.add(error, **train, metric=f"error_{quantity}", unit="1")
-        recorder.add(kernels, **train, metric="kernel_calls", unit="1")
-        print(f"{title} {provider}: {said(errors)}{f': {problem}' if problem else ''}", flush=True)
+        record_errors(errors, kernels, problem, title, recorder, row | {"op": "train_step", "provider": provider})
         if problem:
             yield f"{provider}: {problem}"
         else:
@@ -131,6 +127,17 @@ def measure(name: str, title: str, bench: "Bench", recorder: Recorder, providers
     record_steps(found, title, bench, recorder, row | {"op": "train_step"}, PARTS)
     inference = bench.interleaved(passed, bench.inferences, INFERENCES)
     record_inference(inference, title, bench, recorder, row | {"op": "inference"})
+
+
+def record_errors(
+    errors: Mapping[str, float], kernels: int, problem: str | None, title: str, recorder: Recorder, row: dict[str, str]
+) -> None:
+    """Records and prints the errors of the row's provider, and the launches of the forward kernel."""
+    for quantity, error in errors.items():
+        recorder.add(error, **row, metric=f"error_{quantity}", unit="1")
+    recorder.add(kernels, **row, metric="kernel_calls", unit="1")
+    said = ", ".join(f"{quantity} off by {error:.1e}" for quantity, error in errors.items())
+    print(f"{title} {row['provider']}: {said}{f': {problem}' if problem else ''}", flush=True)
 
 
 def record_steps(
@@ -339,10 +346,6 @@ class Bench:
 def summarized(samples: Sequence[Sample]) -> dict[str, Quantiles]:
     """Quantiles by part; a part that does not run in a step takes no time in it."""
     return {part: quantiles([sample.get(part, 0.0) for sample in samples]) for part in samples[0]}
-
-
-def said(errors: Mapping[str, float]) -> str:
-    return ", ".join(f"{quantity} off by {error:.1e}" for quantity, error in errors.items())
 
 
 def twice(error: float) -> float:
