@@ -6,6 +6,8 @@ Run from the checkout's root, once for each configuration; each takes about a mi
     torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --fsdp
+    torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR --compile
+    torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --compile
 
 The batch is that of one GPU, so that perfect scaling is as many times the images/s as there are GPUs.
 """
@@ -34,7 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="for results.csv")
     presets = [name for name in models.MODELS if name.startswith("mask2former")]
     parser.add_argument("--preset", default="mask2former_swin_t", choices=presets, help="default: %(default)s")
-    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    way.add_argument("--compile", action="store_true", help="torch.compile all but the loss, as `finetune` does")
     parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
     args = parser.parse_args(arguments)
     state = PartialState(cpu=not torch.cuda.is_available())
@@ -44,12 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(3)  # the same weights everywhere, as FSDP takes each process's own
     detector = models.MODELS[args.preset].build()
     models.wake_attention(detector.model)
-    times, peak = measure(detector, state, args.fsdp)
+    times, peak = measure(detector, state, args.fsdp, args.compile)
     if state.is_main_process:
         images = len(detector.inputs["pixel_values"]) * state.num_processes
         kind = f"{'fsdp' if args.fsdp else 'ddp'}_" if state.num_processes > 1 else ""
         row = {"op": "train_step", "preset": args.preset, "distribution": "random", "dtype": "bfloat16"}
-        row["provider"] = f"ours_{kind}{state.num_processes}gpu"
+        row["provider"] = f"ours_{kind}{state.num_processes}gpu{'_compiled' if args.compile else ''}"
         recorder = record.Recorder(args.out / "results.csv", record.machine(args.commit))
         step = quantiles(times)
         recorder.add(*step, **row, metric="step_ms", unit="ms")
@@ -60,11 +64,13 @@ def main(arguments: list[str] | None = None) -> None:
     state.destroy_process_group()
 
 
-def measure(detector: models.Detector, state: PartialState, fsdp: bool) -> tuple[list[float], float]:
+def measure(detector: models.Detector, state: PartialState, fsdp: bool, compiled: bool) -> tuple[list[float], float]:
     """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
     device, cuda = state.device, state.device.type == "cuda"
     model = patch(detector.model).to(device).train()
     tasks.TASKS["Mask2Former"].share_count(model)
+    if compiled:
+        model.model.compile()
     if fsdp:
         sharding.shard(model, device)
     elif state.num_processes > 1:
