@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="mask2former_swin_t", choices=presets, help="default: %(default)s")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    way.add_argument("--compile", action="store_true", help="torch.compile all but the loss, as `finetune` does")
+    way.add_argument("--compile", action="store_true", help="torch.compile the network, as `finetune` does")
     parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
     args = parser.parse_args(arguments)
     state = PartialState(cpu=not torch.cuda.is_available())
@@ -64,13 +64,14 @@ def main(arguments: list[str] | None = None) -> None:
     state.destroy_process_group()
 
 
+@torch._dynamo.config.patch(recompile_limit=tasks.REGION_VARIANTS)
 def measure(detector: models.Detector, state: PartialState, fsdp: bool, compiled: bool) -> tuple[list[float], float]:
     """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
     device, cuda = state.device, state.device.type == "cuda"
     model = patch(detector.model).to(device).train()
     tasks.TASKS["Mask2Former"].share_count(model)
     if compiled:
-        model.model.compile()
+        tasks.compile_regions(model.model, dynamic=False)
     if fsdp:
         sharding.shard(model, device)
     elif state.num_processes > 1:

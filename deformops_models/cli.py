@@ -183,7 +183,7 @@ def _add_training(commands: Any) -> None:
     command.add_argument(
         "--fsdp", action="store_true", help="spread weights and optimizer over the processes too (FSDP2; default: DDP)"
     )
-    command.add_argument("--compile", action="store_true", help="torch.compile the model without its loss")
+    command.add_argument("--compile", action="store_true", help="torch.compile the layers of the model, not its loss")
     command.add_argument("--gradient-checkpointing", action="store_true", help="less memory, more time")
     command.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="default: after each epoch only")
     command.add_argument("--seed", type=int, default=0, metavar="S", **number)

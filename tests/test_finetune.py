@@ -1,6 +1,7 @@
 """`finetune` and `eval` on tiny real models: kills, resumption, several processes, what a checkpoint is, errors."""
 
 import contextlib
+import functools
 import json
 import re
 import runpy
@@ -26,6 +27,7 @@ from training import (  # noqa: E402
     finished,
     kill_one_rank,
     losses,
+    mask2former_config,
     scores,
     start,
     two_images_one_empty,
@@ -35,6 +37,7 @@ from training import (  # noqa: E402
 
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
+from deformops_models.patching import patch  # noqa: E402
 from deformops_models.train import checkpoint, history, sharding, tasks  # noqa: E402
 
 STEPS_PER_EPOCH = 4
@@ -248,6 +251,72 @@ def test_options_that_change_how_and_not_what(mask2former, data, tmp_path, capsy
     assert report["patched"]["AP"] == report["unpatched"]["AP"] is not None
     assert main(["eval", *model, "--split", "train", "--limit", "1"]) == 0
     assert "segm AP of" in capsys.readouterr().out
+
+
+def test_a_compiled_training_is_the_same_training(deformable_detr, data, tmp_path, monkeypatch):
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    options = ("--epochs", 1, "--no-augment")
+    assert main(arguments(deformable_detr, data, plain, *options)) == 0
+    _fresh()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    quick = functools.partial(tasks.compile_regions, backend="aot_eager")
+    monkeypatch.setattr("deformops_models.train.finetune.compile_regions", quick)
+    assert main(arguments(deformable_detr, data, compiled, *options, "--compile")) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    assert len(losses(plain)) == STEPS_PER_EPOCH
+    for ours, theirs in zip(losses(compiled), losses(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert torch._dynamo.config.recompile_limit < tasks.REGION_VARIANTS
+
+
+def _graphs(model):
+    """Compiles a model's regions, checks a step against the eager one's, and counts the graphs."""
+    inputs = {"pixel_values": torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))}
+
+    def step():
+        torch.manual_seed(3)
+        model.zero_grad()
+        outputs = model(**inputs)
+        masks, classes = outputs.masks_queries_logits, outputs.class_queries_logits
+        (masks.square().mean() + classes.square().mean()).backward()
+        return {"masks": masks, "classes": classes} | {
+            n: p.grad for n, p in model.named_parameters() if p.grad is not None
+        }
+
+    expected = step()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    state = list(model.state_dict())
+    regions = tasks.compile_regions(model.model, backend="aot_eager", dynamic=False)
+    assert list(model.state_dict()) == state
+    limit = {"recompile_limit": tasks.REGION_VARIANTS, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limit):
+        actual = step()
+    assert actual.keys() == expected.keys()
+    for name, t in expected.items():
+        torch.testing.assert_close(actual[name], t, rtol=1e-4, atol=1e-6)
+    held = [type(m).__name__ for m in regions]
+    assert (
+        held.count("SwinLayer") == sum(type(m).__name__ == "SwinLayer" for m in model.modules())
+        and held.count("Mask2FormerMaskedAttentionDecoderLayer") == 1
+    )
+    # What is not in a region is a container of regions, or one operation.
+    inside = {id(m) for region in regions for m in region.modules()}
+    rest = [m for m in model.model.modules() if id(m) not in inside and not list(m.children())]
+    assert {type(m).__module__.partition(".")[0] for m in rest} <= {"torch"}
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_layers_that_are_alike_are_compiled_once():
+    def graphs(depth, rate=0.0):
+        config = mask2former_config(depths=[1, 1, depth, 1], drop_path_rate=rate)
+        return _graphs(patch(transformers.Mask2FormerForUniversalSegmentation(config).train()))
+
+    shallow = graphs(2)
+    assert graphs(6) == shallow
+    # Each rate of dropped paths is a graph of its own, and none is left out.
+    assert graphs(12, 0.2) == shallow + 10
 
 
 def test_autocast_leaves_matching_and_loss_in_float32(mask2former, data, tmp_path):

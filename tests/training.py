@@ -14,20 +14,24 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZE = 64
 
 
-def write_mask2former(folder, **options):
-    """Writes the config of a small Mask2Former and no weights."""
+def mask2former_config(depths=(1, 1, 1, 1), drop_path_rate=0.1, **options):
+    """The config of a small Mask2Former."""
     import transformers
 
     backbone = transformers.SwinConfig(
-        embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+        embed_dim=8, depths=list(depths), num_heads=[1, 1, 2, 2], window_size=4, drop_path_rate=drop_path_rate,
         out_features=["stage1", "stage2", "stage3", "stage4"],
     )  # fmt: skip
-    config = transformers.Mask2FormerConfig(
+    return transformers.Mask2FormerConfig(
         backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
-        encoder_layers=1, num_attention_heads=2, dim_feedforward=32, decoder_layers=2, num_queries=10,
-        train_num_points=500, **options,
+        encoder_layers=1, num_attention_heads=2, dim_feedforward=32, num_queries=10, train_num_points=500,
+        **{"decoder_layers": 2} | options,
     )  # fmt: skip
-    config.save_pretrained(folder)
+
+
+def write_mask2former(folder, **options):
+    """Writes the config of a small Mask2Former and no weights."""
+    mask2former_config(**options).save_pretrained(folder)
     return folder
 
 

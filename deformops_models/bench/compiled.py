@@ -12,6 +12,7 @@ from deformops_models.backend import call_counts
 from deformops_models.bench import steps
 from deformops_models.bench.measure import Quantiles
 from deformops_models.bench.record import Recorder
+from deformops_models.train.tasks import REGION_VARIANTS, compile_regions
 
 #: In this order: each of ours is held to the errors of upstream's before it.
 PROVIDERS = ("upstream", "ours", "upstream_compiled", "ours_compiled")
@@ -45,7 +46,7 @@ def measure_inference(
         return {key: ((found[key] - truth).norm() / truth.norm()).item() for key, truth in exact.items()}
 
     check = functools.partial(_check, row, title, bench, recorder, providers, bench.infer, errors, ["msda_forward"])
-    passed, compiled = yield from check(_compiling(bench.model, backend), bench.inferences, steps.INFERENCES)
+    passed, compiled = yield from check(_compiling(_whole, bench.model, backend), bench.inferences, steps.INFERENCES)
     found = bench.interleaved(passed, bench.inferences, steps.INFERENCES)
     steps.record_inference(found | compiled, title, bench, recorder, row)
 
@@ -53,7 +54,7 @@ def measure_inference(
 def measure_training(
     name: str, title: str, bench: steps.Bench, recorder: Recorder, providers: Sequence[str], backend: str = "inductor"
 ) -> Iterator[str]:
-    """The same of training steps, with loss and gradient norm: all but the loss is compiled, as `finetune` does it."""
+    """The same of training steps, with loss and gradient norm: regions of the network, as `finetune` compiles them."""
     row = {"op": "train_step", "preset": name, "distribution": "random", "dtype": bench.detector.dtype}
     bench.model.train()
     exact = bench.exact()
@@ -62,7 +63,7 @@ def measure_training(
     once, errors = functools.partial(bench.values, seed=0), functools.partial(bench.errors, exact)
     check = functools.partial(_check, row, title, bench, recorder, providers, once, errors, needed)
     whole = functools.partial(bench.steps, parts=False)
-    passed, compiled = yield from check(_compiling(network, backend), whole, steps.STEPS)
+    passed, compiled = yield from check(_compiling(compile_regions, network, backend), whole, steps.STEPS)
     found = bench.interleaved(passed, whole, steps.STEPS)
     steps.record_steps(found | compiled, title, bench, recorder, row)
 
@@ -124,16 +125,25 @@ def _check(
     return passed, compiled
 
 
-def _compiling(module: nn.Module, backend: str) -> Callable[[], contextlib.AbstractContextManager]:
+def _whole(model: nn.Module, **options) -> list[nn.Module]:
+    model.compile(**options)
+    return [model]
+
+
+def _compiling(
+    compiler: Callable[..., list[nn.Module]], module: nn.Module, backend: str
+) -> Callable[[], contextlib.AbstractContextManager]:
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
         # What was compiled for other classes of these modules counts towards Dynamo's limit.
         torch._dynamo.reset()
-        module.compile(backend=backend, dynamic=False)
+        regions = compiler(module, backend=backend, dynamic=False)
         try:
-            yield
+            with torch._dynamo.config.patch(recompile_limit=REGION_VARIANTS):
+                yield
         finally:
-            module._compiled_call_impl = None
+            for region in regions:
+                region._compiled_call_impl = None
             torch._dynamo.reset()
 
     return compiling

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,11 @@ from deformops_models.train.coco import Batches, Split, TrainingImages, count_pr
 from deformops_models.train.evaluate import average_precision, detect
 from deformops_models.train.history import History
 from deformops_models.train.tasks import (
+    REGION_VARIANTS,
     NotFiniteError,
     Task,
     checkpoint_activations,
+    compile_regions,
     find_task,
     has_weights,
     in_float32,
@@ -242,7 +244,7 @@ class _Training:
         if args.gradient_checkpointing:
             checkpoint_activations(model)
         if args.compile:
-            model.model.compile()
+            compile_regions(model.model, dynamic=False)
         self.task.share_count(model)
         in_float32(model, self.task)
         if self.sharded:
@@ -267,7 +269,8 @@ class _Training:
         args, main = self.args, self.accelerator.is_main_process
         batches = self._batches()
         bar = tqdm(initial=self.step, total=self.steps, unit="step", disable=None if main else True)
-        with bar:
+        variants = torch._dynamo.config.patch(recompile_limit=REGION_VARIANTS) if args.compile else nullcontext()
+        with bar, variants:
             while self.step < self.steps:
                 start = time.perf_counter()
                 row = self._step(batches)

@@ -20,6 +20,8 @@ from deformops_models.predict import folder_loader
 
 #: As the evaluator counts them.
 MAX_DETECTIONS = 100
+#: For `torch._dynamo.config.recompile_limit` where `compile_regions` is used: the deepest Swin has 24 layers.
+REGION_VARIANTS = 64
 
 
 class NotFiniteError(RuntimeError):
@@ -238,6 +240,36 @@ def checkpoint_activations(model: nn.Module) -> int:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
     return len(layers)
+
+
+def compile_regions(network: nn.Module, **options: Any) -> list[nn.Module]:
+    """Compiles each layer that upstream can checkpoint by itself, and each largest module that holds none.
+
+    Layers that are alike share their code, so that a deep network compiles as fast as a shallow one, and DDP sums the
+    gradients of the last layers while the first ones' are computed.
+
+    Args:
+        network: the model without its loss.
+        options: of `torch.nn.Module.compile`.
+
+    Returns:
+        What is compiled. Each may have another input or another rate of dropped paths: allow `REGION_VARIANTS`.
+    """
+    layers = {id(layer) for layer in innermost_layers(network)}
+    regions = []
+
+    def visit(module: nn.Module) -> None:
+        inside = list(module.modules())
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or not layers.isdisjoint(map(id, inside[1:])):
+            for child in module.children():
+                visit(child)
+        # A single operation is as fast as it is.
+        elif len(inside) > 1 or not type(module).__module__.startswith("torch.nn."):
+            regions.append(module)
+            module.compile(**options)
+
+    visit(network)
+    return regions
 
 
 def parameter_groups(
