@@ -167,11 +167,14 @@ def _family_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
         places = [k + (0.2 if i == 0 else -0.2) for k, name in enumerate(names) if metric in found[name]]
         axis.barh(places, heights, 0.38, color=color, label=FAMILY_METRICS[metric])
         for place, height in zip(places, heights, strict=True):
-            axis.text(height + 0.01, place, f"{height:.2f}", va="center", fontsize=7)
+            label = axis.text(height + 0.01, place, f"{height:.2f}", va="center", fontsize=7)
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3})
     axis.axvline(1.0, color="#4b4f57", linewidth=1, linestyle="--")
+    axis.set_ylim(-0.6, len(names) - 0.4)
+    axis.spines[["top", "right"]].set_visible(False)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_xlabel("time patched / unpatched (less is better)")
-    axis.legend(**_PLAIN)
+    _legend(figure, axis)
     last = [row for row in rows if row["op"] == FAMILY][-1]
     axis.set_title(f"bfloat16 autocast, {last['gpu'] or 'CPU'}, torch {last['torch']}", fontsize=11)
     return {"families": figure}

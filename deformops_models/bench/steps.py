@@ -265,7 +265,11 @@ class Bench:
             return self.detector.infer(self.model, self.inputs)
 
     def interleaved(
-        self, providers: Sequence[str], measure: Callable[[int, int], list[Sample]], calls: int
+        self,
+        providers: Sequence[str],
+        measure: Callable[[int, int], list[Sample]],
+        calls: int,
+        rounds: int = ROUNDS,
     ) -> dict[str, dict[str, Quantiles]]:
         """Quantiles by provider and part. All take turns, as the speed of a host drifts within minutes.
 
@@ -273,9 +277,10 @@ class Bench:
             providers: of `PROVIDERS`.
             measure: gives samples, for the number of calls before the first one that is timed, and of those timed.
             calls: timed in each round.
+            rounds: of turns.
         """
         found = {provider: [] for provider in providers}
-        for number in range(ROUNDS):
+        for number in range(rounds):
             for provider, samples in found.items():
                 with self.patched(provider):
                     samples += measure(1 if number else WARM_UP, calls)
