@@ -319,7 +319,7 @@ def _mean_over_processes(count: int, device: torch.device) -> Tensor | float:
         from accelerate.utils import reduce
 
         if PartialState._shared_state:
-            total = reduce(torch.tensor(float(count), device=device))
+            total = reduce(torch.full((), count, dtype=torch.float32, device=device))
             return (total / PartialState().num_processes).clamp(min=1)
     return float(max(count, 1))
 

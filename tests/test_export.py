@@ -279,9 +279,10 @@ def test_aoti_package_of_the_operator(tmp_path, loader):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [MASK2FORMER, DEFORMABLE_DETR])
-def test_aoti_package_of_a_model(name, tmp_path, cell, loader):
+def test_aoti_package_of_a_model(name, tmp_path, cell, request):
     pytest.importorskip("transformers")
     cell(name, "AOTInductor", "cuda")
+    request.getfixturevalue("loader")
     model = Tensors(patched(DETECTORS[name], "cuda"))
     batch = {0: Dim("batch", min=1, max=6)}
     program = export(model, pixels_and_mask(model), pixel_values=batch, pixel_mask=batch)

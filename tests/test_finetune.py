@@ -37,7 +37,7 @@ from training import (  # noqa: E402
 
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
-from deformops_models.patching import patch  # noqa: E402
+from deformops_models.patching import patch, unpatch  # noqa: E402
 from deformops_models.train import checkpoint, history, sharding, tasks  # noqa: E402
 
 STEPS_PER_EPOCH = 4
@@ -319,26 +319,6 @@ def test_layers_that_are_alike_are_compiled_once():
     assert graphs(12, 0.2) == shallow + 10
 
 
-def test_autocast_leaves_matching_and_loss_in_float32(mask2former, data, tmp_path):
-    seen = []
-    task = tasks.TASKS["Mask2Former"]
-    model = tasks.load_model(task, str(mask2former), None)
-    compute = model.get_loss_dict
-    model.get_loss_dict = lambda **kw: (seen.append((kw["masks_queries_logits"].dtype, _autocast())), compute(**kw))[1]
-    tasks.in_float32(model, task)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(
-            pixel_values=torch.randn(1, 3, SIZE, SIZE),
-            mask_labels=[torch.ones(1, SIZE, SIZE)],
-            class_labels=[torch.tensor([0])],
-        )
-    assert seen == [(torch.float32, False)] and outputs.masks_queries_logits.dtype == torch.bfloat16
-
-
-def _autocast():
-    return torch.is_autocast_enabled("cpu")
-
-
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
 def test_parameter_groups_are_found_by_name_in_patched_models(name, request):
     folder = request.getfixturevalue(name)
@@ -478,7 +458,7 @@ def test_numbers_that_are_not_finite_stop_with_step_and_images(name, data, tmp_p
     model = request.getfixturevalue(name)
     assert main(arguments(model, data, tmp_path, "--lr", 1e30, "--warmup", 0)) == 2
     message = capsys.readouterr().err
-    assert "step 2: the model's " in message and "not finite" in message and message.count(".jpg") == 4
+    assert "step 2, with " in message and " logits are not finite" in message and message.count(".jpg") == 4
     assert "images/train/" in message and "--lr 1e+30" in message
 
 
@@ -488,7 +468,31 @@ def test_gradient_that_is_not_finite_stops_before_the_step(mask2former, data, tm
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(float("nan")))
     assert main(arguments(mask2former, data, tmp_path)) == 2
     message = capsys.readouterr().err
-    assert "step 1: the gradient's norm is nan" in message and message.count(".jpg") == 4
+    assert "step 1, with " in message and ".jpg: the gradient's norm is nan; " in message and message.count(".jpg") == 4
+
+
+def test_loss_that_is_not_finite_stops_before_the_step(deformable_detr, data, tmp_path, capsys, monkeypatch):
+    from deformops_models.patches import transformers_losses
+
+    compute = transformers_losses._box_losses
+    monkeypatch.setattr(
+        transformers_losses, "_box_losses", lambda *a: {k: v + torch.inf for k, v in compute(*a).items()}
+    )
+    assert main(arguments(deformable_detr, data, tmp_path)) == 2
+    message = capsys.readouterr().err
+    assert ".jpg: the loss is inf; " in message and message.count(".jpg") == 4
+    assert history.read(tmp_path / "log.jsonl") == []
+
+
+def test_a_model_of_which_a_part_is_not_known_is_not_trained(deformable_detr, data, tmp_path, capsys, monkeypatch):
+    load = tasks.load_model
+    monkeypatch.setattr("deformops_models.train.finetune.load_model", lambda *a: patch_attention(load(*a)))
+    assert main(arguments(deformable_detr, data, tmp_path)) == 2
+    assert "this version of transformers is not one known here" in capsys.readouterr().err
+
+
+def patch_attention(model):
+    return patch(unpatch(model), parts=("attention",))
 
 
 def test_broken_data_sets(mask2former, data, tmp_path, capsys):

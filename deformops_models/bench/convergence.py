@@ -9,10 +9,12 @@ import csv
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from deformops_models.console import require, whole_file
 from deformops_models.patching import patch
@@ -88,7 +90,7 @@ def _model(device: torch.device, moved: bool) -> nn.Module:
     from transformers import Mask2FormerForUniversalSegmentation
 
     from deformops_models.train.shapes import SHAPES
-    from deformops_models.train.tasks import CONFIGS, TASKS, in_float32
+    from deformops_models.train.tasks import CONFIGS
 
     torch.manual_seed(0)
     model = Mask2FormerForUniversalSegmentation(CONFIGS["shapes-tiny"](num_labels=len(SHAPES)))
@@ -97,7 +99,14 @@ def _model(device: torch.device, moved: bool) -> nn.Module:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + (2 * torch.rand_like(parameter) - 1) * half)
-    in_float32(model, TASKS["Mask2Former"])
+    compute = model.get_loss_dict
+
+    def compute_in_float32(**kwargs: Any) -> Any:
+        kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, kwargs)
+        with torch.autocast(device.type, enabled=False):
+            return compute(**kwargs)
+
+    model.get_loss_dict = compute_in_float32  # as the patched loss computes in any case
     return model.to(device).train()
 
 

@@ -9,6 +9,7 @@ another number of processes may go on too; what dropout and sampled points draw 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from deformops_models.console import UsageError, output_folder, require
+from deformops_models.patching import report
 from deformops_models.predict import quiet_transformers
 from deformops_models.train import checkpoint, sharding
 from deformops_models.train.card import model_card
@@ -31,13 +33,11 @@ from deformops_models.train.evaluate import average_precision, detect
 from deformops_models.train.history import History
 from deformops_models.train.tasks import (
     REGION_VARIANTS,
-    NotFiniteError,
     Task,
     checkpoint_activations,
     compile_regions,
     find_task,
     has_weights,
-    in_float32,
     load_model,
     load_processor,
     parameter_groups,
@@ -189,6 +189,8 @@ class _Training:
             args.backbone_scale = 1.0 if scratch else 0.1
         self._check_same(state)
         model = load_model(self.task, source, self.train.id2label)
+        if left := report(model).skipped:
+            raise UsageError(f"--model {args.model}: this version of transformers is not one known here: {left[0]}")
         # Two of each while one replaces the other: weights, averaged ones and Adam's moments in `last`; `best`.
         checkpoint.check_space(self.out, model, copies=2 * (4 + 1))
         self.processor = load_processor(self.task, source, args.image_size)
@@ -246,7 +248,6 @@ class _Training:
         if args.compile:
             compile_regions(model.model, dynamic=False)
         self.task.share_count(model)
-        in_float32(model, self.task)
         if self.sharded:
             sharding.shard(model, self.accelerator.device)
             if self.average is not None:
@@ -371,29 +372,40 @@ class _Training:
             with accelerator.accumulate(self.model), self._named(paths):
                 with accelerator.autocast():
                     loss = self.model(**inputs).loss
-                _check_finite("loss", loss)
                 accelerator.backward(loss)
                 total += loss.detach()
                 if accelerator.sync_gradients:
-                    norm = sharding.whole(accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip))
-                    _check_finite("gradient's norm", norm)
+                    mean, norm = self._mean_and_norm(total)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         rate = max(self.schedule.get_last_lr())
         self.schedule.step()
         if self.average is not None:
             self.average.update_parameters(self.core)
-        mean = accelerator.reduce(total / self.args.accumulate, "mean")
-        return {"loss": float(mean), "lr": rate, "grad_norm": float(norm)}
+        return {"loss": mean, "lr": rate, "grad_norm": norm}
+
+    def _mean_and_norm(self, total: Tensor) -> tuple[float, float]:
+        """Clips the gradients; returns the loss, averaged over all processes, and what the gradients' norm was.
+
+        Besides the matching it is the step's only wait for the device.
+        """
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        norm = norm.full_tensor() if self.sharded else norm
+        mean = self.accelerator.reduce(total / self.args.accumulate, "mean")
+        loss, mean, norm = torch.stack([total, mean, norm]).tolist()
+        for name, value in (("loss", loss), ("mean loss of all processes", mean), ("gradient's norm", norm)):
+            if not math.isfinite(value):
+                raise FloatingPointError(f"the {name} is {value}")
+        return mean, norm
 
     @contextmanager
     def _named(self, paths: list[str]) -> Iterator[None]:
         """Adds the step and the images to an error about odd numbers."""
         try:
             yield
-        except NotFiniteError as error:
+        except FloatingPointError as error:
             raise UsageError(
-                f"step {self.step + 1}: {error}, with {', '.join(paths)}; look at these images and their annotations, "
+                f"step {self.step + 1}, with {', '.join(paths)}: {error}; look at these images and their annotations, "
                 f"or lower --lr {self.args.lr}"
             ) from error
 
@@ -473,11 +485,6 @@ class _Training:
 
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-
-
-def _check_finite(name: str, value: Tensor) -> None:
-    if not value.isfinite():
-        raise NotFiniteError(f"the {name} is {float(value)}")
 
 
 def _memory_gib() -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deformops_models import hub
 from deformops_models.console import UsageError
@@ -22,10 +20,6 @@ from deformops_models.predict import folder_loader
 MAX_DETECTIONS = 100
 #: For `torch._dynamo.config.recompile_limit` where `compile_regions` is used: the deepest Swin has 24 layers.
 REGION_VARIANTS = 64
-
-
-class NotFiniteError(RuntimeError):
-    """A model gave numbers that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +42,6 @@ class Task:
     loader: Any
     #: Beginning of the names of the backbone's parameters.
     backbone: str
-    #: The model's method, or attribute, that matches and computes the loss.
-    loss: str
     masks: bool
     #: Makes a model's loss the same for any number of processes.
     share_count: Callable[[nn.Module], None]
@@ -150,38 +142,10 @@ def load_processor(task: Task, model: str, size: int | None) -> Any:
     return processor
 
 
-def in_float32(model: nn.Module, task: Task) -> None:
-    """Makes this model compute its matching and its loss in float32 without autocast, and refuse odd numbers there.
-
-    The matcher would hide a NaN, and box losses stop at one with another message.
-    """
-    compute = getattr(model, task.loss)
-    names = list(inspect.signature(compute).parameters)
-
-    @functools.wraps(compute)
-    def compute_in_float32(*args: Any, **kwargs: Any) -> Any:
-        named = [
-            (name, t)
-            for name, value in (*zip(names, args, strict=False), *kwargs.items())
-            for t in tree_leaves(value)
-            if isinstance(t, Tensor) and t.requires_grad  # predictions; targets were read with care
-        ]
-        # One wait for the device, not one for each tensor.
-        finite = torch.stack([t.isfinite().all() for _, t in named]).tolist() if named else []
-        for (name, _), good in zip(named, finite, strict=True):
-            if not good:
-                raise NotFiniteError(f"the model's {name} are not finite")
-        args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
-        with torch.autocast(next(model.parameters()).device.type, enabled=False):
-            return compute(*args, **kwargs)
-
-    setattr(model, task.loss, compute_in_float32)
-
-
 def _objects_per_process(labels: Sequence[Tensor], device: torch.device) -> Tensor:
     from accelerate.utils import reduce
 
-    return reduce(torch.tensor(float(sum(map(len, labels))), device=device), "mean")
+    return reduce(torch.full((), sum(map(len, labels)), dtype=torch.float32, device=device), "mean")
 
 
 def _mask2former_share_count(model: nn.Module) -> None:
@@ -345,7 +309,6 @@ TASKS = {
     "Mask2Former": Task(
         loader=hub.Mask2Former,
         backbone="model.pixel_level_module.encoder.",
-        loss="get_loss_dict",
         masks=True,
         share_count=_mask2former_share_count,
         targets=_mask2former_targets,
@@ -354,7 +317,6 @@ TASKS = {
     "DeformableDETR": Task(
         loader=hub.DeformableDETR,
         backbone="model.backbone.",
-        loss="loss_function",
         masks=False,
         share_count=_detr_share_count,
         targets=_detr_targets,
