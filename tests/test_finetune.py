@@ -270,6 +270,35 @@ def test_a_compiled_training_is_the_same_training(deformable_detr, data, tmp_pat
     assert torch._dynamo.config.recompile_limit < tasks.REGION_VARIANTS
 
 
+def test_no_compiler_is_one_error(deformable_detr, data, tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise FileNotFoundError("no g++")
+
+    broken = functools.partial(tasks.compile_regions, backend=fail)
+    monkeypatch.setattr("deformops_models.train.finetune.compile_regions", broken)
+    torch.compiler.reset()
+    assert main(arguments(deformable_detr, data, tmp_path, "--compile")) == 2
+    message = capsys.readouterr().err
+    assert "--compile: " in message and "no g++" in message and "leave --compile out" in message
+
+
+def test_a_detr_from_its_config_alone_trains_its_backbone_and_goes_on(deformable_detr, data, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "preprocessor_config.json"):
+        (model / name).write_bytes((deformable_detr / name).read_bytes())
+    built = tasks.load_model(tasks.find_task(str(model)), str(model), None)
+    assert all(parameter.requires_grad for parameter in built.parameters())
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main(arguments(model, data, whole)) == 0
+    _fresh()
+    with _interrupted(step=3):
+        assert main(arguments(model, data, stopped, "--save-every", 1)) == 130
+    _fresh()
+    assert main(arguments(model, data, stopped, "--save-every", 1, "--resume")) == 0
+    assert losses(stopped) == losses(whole)
+
+
 def _graphs(model):
     """Compiles a model's regions, checks a step against the eager one's, and counts the graphs."""
     inputs = {"pixel_values": torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))}

@@ -270,8 +270,7 @@ class _Training:
         args, main = self.args, self.accelerator.is_main_process
         batches = self._batches()
         bar = tqdm(initial=self.step, total=self.steps, unit="step", disable=None if main else True)
-        variants = torch._dynamo.config.patch(recompile_limit=REGION_VARIANTS) if args.compile else nullcontext()
-        with bar, variants:
+        with bar, _compiling() if args.compile else nullcontext():
             while self.step < self.steps:
                 start = time.perf_counter()
                 row = self._step(batches)
@@ -485,6 +484,19 @@ class _Training:
 
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Room for all regions of a deep network, and one error where torch cannot compile them."""
+    with torch._dynamo.config.patch(recompile_limit=REGION_VARIANTS):
+        try:
+            yield
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"--compile: {reason}; mend that (it needs a C++ compiler), or leave --compile out"
+            ) from error
 
 
 def _memory_gib() -> float:

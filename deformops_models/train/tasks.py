@@ -114,7 +114,8 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
             config = CONFIGS[model](**classes)
         else:
             config = upstream.config_class.from_pretrained(Path(model).expanduser(), **classes)
-        built = upstream(config)
+        # Upstream freezes a new ResNet, random as it is; one that is loaded it does not.
+        built = upstream(config).requires_grad_(True)
         return patch(built) if patched else built
     except hub.CheckpointError as error:
         raise UsageError(f"--model {model}: {error}") from error
