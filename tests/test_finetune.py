@@ -514,14 +514,12 @@ def test_loss_that_is_not_finite_stops_before_the_step(deformable_detr, data, tm
 
 
 def test_a_model_of_which_a_part_is_not_known_is_not_trained(deformable_detr, data, tmp_path, capsys, monkeypatch):
-    load = tasks.load_model
-    monkeypatch.setattr("deformops_models.train.finetune.load_model", lambda *a: patch_attention(load(*a)))
+    def load(*args):
+        return patch(unpatch(tasks.load_model(*args)), parts=("attention",))
+
+    monkeypatch.setattr("deformops_models.train.finetune.load_model", load)
     assert main(arguments(deformable_detr, data, tmp_path)) == 2
     assert "this version of transformers is not one known here" in capsys.readouterr().err
-
-
-def patch_attention(model):
-    return patch(unpatch(model), parts=("attention",))
 
 
 def test_broken_data_sets(mask2former, data, tmp_path, capsys):

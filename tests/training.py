@@ -24,8 +24,8 @@ def mask2former_config(depths=(1, 1, 1, 1), drop_path_rate=0.1, **options):
     )  # fmt: skip
     return transformers.Mask2FormerConfig(
         backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
-        encoder_layers=1, num_attention_heads=2, dim_feedforward=32, num_queries=10, train_num_points=500,
-        **{"decoder_layers": 2} | options,
+        encoder_layers=1, num_attention_heads=2, dim_feedforward=32, decoder_layers=2, num_queries=10,
+        train_num_points=500, **options,
     )  # fmt: skip
 
 

@@ -386,7 +386,7 @@ class _Training:
     def _mean_and_norm(self, total: Tensor) -> tuple[float, float]:
         """Clips the gradients; returns the loss, averaged over all processes, and what the gradients' norm was.
 
-        Besides the matching it is the step's only wait for the device.
+        Besides the matching it is the step's only wait for the device that is not upstream's own.
         """
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
         norm = norm.full_tensor() if self.sharded else norm
