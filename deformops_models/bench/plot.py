@@ -107,20 +107,22 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     panels = {title: panel for title, panel in _PANELS.items() if panel[:2] in present}
     if not panels:
         return {}
-    timed = [case._replace(op="") for case, _, metric in found if metric in ("step_ms", "inference_ms")]
-    shown = list(dict.fromkeys(timed))
-    figure = Figure(figsize=(max(11, 5 * len(shown)), 5), layout="constrained")
+    timed = {(case.op, case._replace(op="")) for case, _, metric in found if metric in ("step_ms", "inference_ms")}
+    order = list(dict.fromkeys(case._replace(op="") for case, _, _ in found))
+    in_parts = any(metric.startswith("part_") for _, _, metric in found)
+    figure = Figure(figsize=(max(11, 5 * len(order)), 5), layout="constrained")
     widths = [2 if metric == "step_ms" else 1 for _, metric, _ in panels.values()]
     axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     drawn = {}
     for axis, (title, (op, metric, unit)) in zip(axes, panels.items(), strict=True):
+        shown = [case for case in order if (op, case) in timed]
         for place, case in enumerate(shown):
             key = case._replace(op=op)
             heights = {name: found[key, name, metric] / unit for name in _SHORT if (key, name, metric) in found}
             for i, (provider, height) in enumerate(heights.items()):
                 width = 0.84 / len(heights)
                 x = place + (i - (len(heights) - 1) / 2) * width
-                if metric == "step_ms":
+                if metric == "step_ms" and in_parts:
                     times = {part: found.get((key, provider, f"part_{part}_ms"), 0.0) for part in PARTS}
                     # Medians of parts do not add up to the whole's, and some rows have no parts.
                     _parts(axis, x, width * 0.9, times | {_REST: max(0.0, height - sum(times.values()))})
@@ -135,7 +137,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
         axis.set_title(title, fontsize=10)
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
-    if ("train_step", "step_ms") in present:
+    if in_parts:
         for part in reversed(_PART_COLORS):
             axes[0].bar(0, 0, color=_PART_COLORS[part], label=part)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside left center", **_PLAIN)
