@@ -38,8 +38,8 @@ def known(monkeypatch):
     monkeypatch.setattr(models, "FAMILIES", found)
     monkeypatch.setattr(run, "_check_gpu", lambda: None)
     monkeypatch.setattr(steps, "run", functools.partial(steps.run, device="cpu"))
-    for owner, name, value in ((steps, "ROUNDS", 2), (steps, "WARM_UP", 1), (families, "_CALLS", 1)):
-        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(steps, "WARM_UP", 1)
+    monkeypatch.setattr(families, "_ROUNDS", 3)
     return found
 
 

@@ -168,6 +168,9 @@ def test_providers_take_turns_and_warm_up(tiny, monkeypatch):
         "ours_attention": {"total": (8.0, 4.0, 11.0), "peak": (5.0, 5.0, 5.0)},
     }
     assert not any(isinstance(module, PatchedModule) for module in bench.model.modules())
+    turns.clear()
+    bench.interleaved(["upstream", "ours"], measured, 1, rounds=2, settle=0)
+    assert [turn[1:] for turn in turns] == [(2, 1), (2, 1), (0, 1), (0, 1)]
 
 
 def test_calls_before_those_that_are_timed_leave_no_sample(tiny):

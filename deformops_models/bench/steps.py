@@ -23,7 +23,7 @@ PROVIDERS = {"upstream": (), "ours_attention": ("attention",), "ours": PATCHED}
 #: Of a training step, in the order in which they run; "decoder" is what of the forward pass is in no other part.
 PARTS = ("backbone", "msda", "decoder", "matching", "loss", "backward", "optimizer")
 ROUNDS = 3
-WARM_UP = 3  # calls before the first of a round that is timed; one in later rounds
+WARM_UP = 3  # calls before the first one that is timed
 STEPS = 5  # of a round, as are inferences
 INFERENCES = 7
 _SEEDS = range(7, 12)
@@ -270,6 +270,7 @@ class Bench:
         measure: Callable[[int, int], list[Sample]],
         calls: int,
         rounds: int = ROUNDS,
+        settle: int = 1,
     ) -> dict[str, dict[str, Quantiles]]:
         """Quantiles by provider and part. All take turns, as the speed of a host drifts within minutes.
 
@@ -278,12 +279,13 @@ class Bench:
             measure: gives samples, for the number of calls before the first one that is timed, and of those timed.
             calls: timed in each round.
             rounds: of turns.
+            settle: calls before the first one that is timed, in every round but the first.
         """
         found = {provider: [] for provider in providers}
         for number in range(rounds):
             for provider, samples in found.items():
                 with self.patched(provider):
-                    samples += measure(1 if number else WARM_UP, calls)
+                    samples += measure(settle if number else WARM_UP, calls)
         return {provider: summarized(samples) for provider, samples in found.items()}
 
     def steps(self, warm_up: int, calls: int, parts: bool = True) -> list[Sample]:
