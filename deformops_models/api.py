@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deformops_models import ops, reference
-from deformops_models.backend import Backend, resolve
-from deformops_models.layout import Sizes, Starts, count_levels, device_layout, host_layout
+from deformops_models.backend import Backend, as_backend, resolve
+from deformops_models.layout import Sizes, Starts, count_levels, device_layout, host_layout, numbers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_LEVELS = 64
@@ -46,7 +46,7 @@ def msda(
             and whose gradients then are zero where a level does not fit.
         level_start_index: (L,) first row of each level in S, or None: one level after the other, filling S.
         sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0..1 over the image; or (B, Q, M, P, 2) with `num_points`.
-        attention_weights: (B, Q, M, L, K) or (B, Q, M, L·K).
+        attention_weights: (B, Q, M, L, K) or (B, Q, M, L·K), finite.
         method: "linear" takes the weights as they are, "softmax" takes logits and normalises them over L·K.
         num_points: points per level where they differ.
         backend: None picks the kernels on CUDA and plain PyTorch otherwise; see `resolve`.
@@ -137,7 +137,7 @@ def _run(
         None if boxes is None else (boxes.shape, boxes.dtype, boxes.device),
         count_levels(shapes),
         None if num_points is None else tuple(num_points),
-        backend,
+        as_backend(backend),
     )
     if chosen is Backend.EAGER:
         sizes, first_rows = host_layout(shapes, starts, value.shape[1])
@@ -145,10 +145,14 @@ def _run(
         return reference.msda(
             value, sizes, first_rows, boxes, points, weights, counts, softmax=softmax, offset_scale=offset_scale
         )
-    # In a graph the backward pass cannot ask what the tensors hold.
+    # The backward pass cannot ask what a copy of the tensors holds, nor a tensor in a graph.
     sizes = None
-    if torch.compiler.is_compiling() and starts is None and not isinstance(shapes, Tensor):
-        sizes = [side for pair in shapes for side in pair]
+    if not isinstance(shapes, Tensor):
+        numbered = numbers(side for pair in shapes for side in pair)
+        shapes = list(zip(numbered[::2], numbered[1::2], strict=True))
+        sizes = numbered if starts is None else None
+    if isinstance(starts, Sequence):
+        starts = numbers(starts)
     shapes, starts = device_layout(shapes, starts, value.shape[1], value.device)
     return ops.msda(
         value, shapes, starts, boxes, points, weights, counts, softmax, offset_scale, fp32_grad_accum is not False,
@@ -165,7 +169,7 @@ def _checked(
     boxes: Facts | None,
     levels: int,
     num_points: tuple[int, ...] | None,
-    backend: Backend | str | None,
+    backend: Backend | None,
 ) -> tuple[list[int], Backend]:
     """Points per level and the backend, once all operands fit each other."""
     operands = dict(zip(names, (value, points, weights), strict=True))

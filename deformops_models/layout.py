@@ -27,6 +27,11 @@ def count_levels(shapes: Sizes) -> int:
     return len(shapes)
 
 
+def numbers(values: Iterable) -> list:
+    """`values` with numbers in place of tensors of one number, as those are different ones in every call."""
+    return [value.item() if isinstance(value, Tensor) else value for value in values]
+
+
 def level_starts(sizes: Sequence[tuple[int, int]]) -> list[int]:
     """First row of each level when the levels follow one another."""
     starts = [0]

@@ -227,7 +227,7 @@ def _patch(
         raise ValueError(f"parts={parts!r}: give some of {', '.join(PARTS)} as a tuple")
     if filter is not None and not callable(filter):
         raise TypeError(f"filter is a {type(filter).__name__}: give a function of a module and its name")
-    plan, patched_before, skipped = [], [], []
+    plan, patched_before, skipped, left_out = [], [], [], {}
     for name, module in model.named_modules():
         if (family := family_of(type(module))) is None:
             continue
@@ -235,7 +235,7 @@ def _patch(
         if reason is None and (choice := _left_out(module, name, family, filter, parts)):
             reason = choice
             if not family.is_patched(module):
-                _filtered[module] = reason
+                left_out[module] = reason
         if reason is not None:
             skipped.append(Entry(name, type(module).__name__, family.name, reason, part=family.part))
         else:
@@ -252,6 +252,7 @@ def _patch(
         for swapped in done:
             family_of(type(swapped)).restore(swapped)
         raise PatchError(f"{name or 'the root'}, a {type(module).__name__}, takes no patched class: {error}") from error
+    _filtered.update(left_out)
     for _, module, _ in (*plan, *patched_before):
         _filtered.pop(module, None)
         _set_backend(module, backend)
@@ -302,13 +303,22 @@ def _restore(modules: dict[nn.Module, str]) -> None:
 
 
 @contextlib.contextmanager
-def patched(model: nn.Module, **options) -> Iterator[nn.Module]:
-    """Patches `model` inside a with-block, with the options of `patch`; modules patched before stay so."""
+def patched(
+    model: nn.Module,
+    *,
+    backend: Backend | str | None = None,
+    strict: bool = True,
+    filter: Filter | None = None,
+    parts: Collection[str] = PARTS,
+) -> Iterator[nn.Module]:
+    """Patches `model` inside a with-block, with the arguments of `patch`; modules patched before stay so.
+
+    Raises:
+        PatchError: as `patch`; at the end of the block as `unpatch`, with the block's own error as its context.
+    """
     _check_model(model)
-    options = {"backend": None, "strict": True, "filter": None, "parts": PARTS} | options
-    options["backend"] = as_backend(options["backend"])
     before = {m: m.__dict__.get("deformops_backend") for m in model.modules() if isinstance(m, PatchedModule)}
-    swapped = _patch(model, **options)
+    swapped = _patch(model, as_backend(backend), strict, filter, parts)
     try:
         yield model
     finally:
@@ -328,7 +338,7 @@ def report(model: nn.Module) -> Report:
         if family is None:
             if base := _known_base(cls):
                 reason = f"class {_full_name(cls)} has another forward than {_full_name(base)}"
-                result.skipped.append(Entry(name, cls.__name__, None, reason))
+                result.skipped.append(Entry(name, cls.__name__, None, reason, part=_family_named(base).part))
             elif _samples_offsets(module):
                 reason = f"class {_full_name(cls)} is not known"
                 result.skipped.append(Entry(name, cls.__name__, None, reason))

@@ -59,7 +59,7 @@ class Options:
     dtype: torch.dtype
 
 
-#: Raises `_UnfitError` for an image that the model's processor does not take.
+#: Raises `_UnfitError` for an image that the model's processor does not take or whose results are not finite.
 Detect = Callable[["Image"], list[Prediction]]
 
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; see `cli` for its arguments.
 
     Returns:
-        0 if every image was predicted; 2 if one could not be read or prepared, which is said on stderr.
+        0 if every image was predicted; 2 if one could not be, which is said on stderr.
 
     Raises:
         UsageError: something was wrong before the first prediction.
@@ -328,13 +328,13 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
         try:
             inputs = processor(images=image, return_tensors="pt")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise _UnfitError(f"the image processor of {name} fails: {error}") from error
+            raise _UnfitError(f"the model's image processor fails: {error}") from error
         with torch.inference_mode():
             outputs = model(inputs["pixel_values"].to(device, dtype), pixel_mask=inputs["pixel_mask"].to(device))
         for key, value in outputs.items():
             if isinstance(value, Tensor):
                 outputs[key] = value.float().cpu()
-        _check_finite([outputs[key] for key in _RESULTS if key in outputs], name, options)
+        _check_finite([outputs[key] for key in _RESULTS if key in outputs], options)
         return processor, outputs
 
     return model, forward
@@ -344,11 +344,11 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
 _RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
 
 
-def _check_finite(results: list[Tensor], name: str, options: Options) -> None:
+def _check_finite(results: list[Tensor], options: Options) -> None:
     if not all(result.isfinite().all() for result in results):
         dtype = str(options.dtype).removeprefix("torch.")
         remedy = "" if options.dtype == torch.float32 else ": use --dtype float32"
-        raise UsageError(f"--model {name} gives numbers that are not finite in {dtype} on {options.device}{remedy}")
+        raise _UnfitError(f"the model gives numbers that are not finite in {dtype} on {options.device}{remedy}")
 
 
 def _load_mmdet(name: str, options: Options) -> Detect:
@@ -364,7 +364,7 @@ def _load_mmdet(name: str, options: Options) -> Detect:
             warnings.filterwarnings("ignore", message="torch.meshgrid")  # mmdet's calls
             [sample] = model.test_step(prepare(image))
         found = sample.pred_instances
-        _check_finite([found.bboxes, found.scores], name, options)
+        _check_finite([found.bboxes, found.scores], options)
         found = found[found.scores > options.threshold]
         return _from_boxes(found.bboxes, found.labels, found.scores, names)
 

@@ -45,6 +45,7 @@ def _layer_name(suffix: str) -> str:
 class _HungarianMatcher(PatchedModule):
     @torch.no_grad()
     def forward(self, masks_queries_logits, class_queries_logits, mask_labels, class_labels):
+        mask_labels, class_labels = list(mask_labels), list(class_labels)
         _check_labels("class_labels", class_labels, "mask_labels", mask_labels, len(masks_queries_logits))
         points = self.draw_points(masks_queries_logits)
         predictions = [(masks_queries_logits, class_queries_logits)]
@@ -103,6 +104,11 @@ class _Mask2FormerLoss(PatchedModule):
     def forward(
         self, masks_queries_logits, class_queries_logits, mask_labels, class_labels, auxiliary_predictions=None
     ):
+        if not _matches_one_to_one(self.matcher):
+            return super().forward(
+                masks_queries_logits, class_queries_logits, mask_labels, class_labels, auxiliary_predictions
+            )
+        mask_labels, class_labels = list(mask_labels), list(class_labels)
         _check_labels("class_labels", class_labels, "mask_labels", mask_labels, len(masks_queries_logits))
         predictions = [(masks_queries_logits, class_queries_logits)]
         for layer in auxiliary_predictions or ():
@@ -127,7 +133,7 @@ class _Mask2FormerLoss(PatchedModule):
 
     def _losses(self, predictions, suffixes, mask_labels, class_labels, pairs: int, num_masks) -> dict[str, Tensor]:
         device = predictions[0][0].device
-        together = _calls_nothing_else(self.matcher)
+        together = isinstance(self.matcher, _HungarianMatcher)
         matcher_points, points, matches = [], [], []
         # In upstream's order: the same seed gives the same points.
         for masks, classes in predictions:
@@ -182,10 +188,11 @@ class _Mask2FormerLoss(PatchedModule):
         return [F.nll_loss(*layer, weight) for layer in zip(log_scores.unbind(), targets.unbind(), strict=True)]
 
 
-def _calls_nothing_else(matcher: nn.Module) -> bool:
-    """Whether a matcher is ours and nobody waits for its calls, so that all layers may go through it at once."""
+def _matches_one_to_one(matcher: nn.Module) -> bool:
+    """Whether a matcher is upstream's, patched or not, and nobody waits for its calls or may change their result."""
+    family = patching.family_of(type(matcher))
     hooks = matcher._forward_pre_hooks or matcher._forward_hooks
-    return isinstance(matcher, _HungarianMatcher) and "forward" not in vars(matcher) and not hooks
+    return family is not None and family.part == "matcher" and "forward" not in vars(matcher) and not hooks
 
 
 def _padded(mask_labels: list[Tensor]) -> Tensor:

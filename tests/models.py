@@ -945,6 +945,7 @@ def transformers_attention(family: str) -> nn.Module:
         from transformers.models.mask2former import modeling_mask2former as mask2former
 
         return randomize(mask2former.Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention(16, 2, 2, 2))
+    assert family == "deformable_detr"
     from transformers import DeformableDetrConfig
     from transformers.models.deformable_detr import modeling_deformable_detr as detr
 

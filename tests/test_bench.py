@@ -600,6 +600,23 @@ def test_without_a_gpu_it_says_what_is_needed(capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_damaged_result_is_one_line(tmp_path, capsys):
+    header, row, *_ = RESULTS.read_text().splitlines(keepends=True)
+    for name, text, problem in (
+        ("cut.csv", header + row + row[:40], "line 3 is damaged: remove it"),
+        ("word.csv", header + row.rpartition(",")[0] + ",fast\n", "line 2 is damaged: remove it"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert main(["bench", "--plot-only", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        assert capsys.readouterr().err == f"deformops-models: {tmp_path / name}: {problem}\n"
+    (tmp_path / "image.csv").write_bytes(bytes(range(128, 256)))
+    assert main(["bench", "--plot-only", str(tmp_path / "image.csv"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"deformops-models: {tmp_path / 'image.csv'} is no benchmark result: it is not text\n"
+    )
+
+
 def test_pictures_without_matplotlib_name_the_remedy(capsys, tmp_path, monkeypatch, tiny, clocks, machine):
     from deformops_models import console
 

@@ -289,6 +289,36 @@ for load in (dm.Mask2Former.from_pretrained, dm.Mask2Former.processor):
     assert "Retrying" not in done.stderr
 
 
+def test_what_cannot_be_patched_is_one_line(tmp_path):
+    from models import DETECTORS
+
+    model = DETECTORS["hf-rt-detr-v2"].build()
+    for module in model.modules():
+        if hasattr(module, "method"):
+            module.method = "discrete"
+    model.config.decoder_method = "discrete"
+    model.save_pretrained(tmp_path)
+    with pytest.raises(hub.CheckpointError) as error:
+        hub.from_pretrained(tmp_path)
+    assert re.fullmatch(
+        r"no deformable attention was patched in RTDetrV2ForObjectDetection; .*discrete.*: load it with "
+        "transformers itself",
+        str(error.value),
+    )
+
+
+def test_arguments_are_checked_before_anything_is_loaded():
+    for arguments, error, problem in (
+        ({"backend": "nope"}, ValueError, "backend='nope' is not known"),
+        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+        ({"output_loading_info": True}, TypeError, "output_loading_info=True"),
+    ):
+        with pytest.raises(error, match=problem):
+            hub.from_pretrained("/no/such/folder", **arguments)
+    with pytest.raises(TypeError, match="'weights.pth': only mmdet's loader takes a second argument"):
+        hub.from_pretrained("/no/such/folder", "weights.pth")
+
+
 @pytest.mark.parametrize("kind", ["lost", "renamed"])
 def test_missing_parameters_are_an_error(tmp_path, kind):
     from safetensors.torch import load_file, save_file

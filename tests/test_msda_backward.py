@@ -188,6 +188,19 @@ def test_only_the_gradients_that_are_wanted(device, wanted):
             assert tensor.grad is None
 
 
+def test_the_backward_pass_is_told_sizes_that_are_numbers(device):
+    problem = Problem.random(batch=1, queries=3, heads=1)
+    value, *rest = (t.float().to(device) for t in problem.operands().values())
+    value.requires_grad_()
+    for sizes, known in (
+        ([torch.tensor(pair) for pair in problem.sizes], [5, 9, 3, 4]),
+        (problem.sizes, [5, 9, 3, 4]),
+        (torch.tensor(problem.sizes), None),
+    ):
+        output = dm.deformable_attention(value, sizes, None, *rest, num_points=problem.num_points, backend="triton")
+        assert output.grad_fn.options[-1] == known
+
+
 def test_no_gradient_wanted_saves_nothing(device):
     problem = Problem.random(batch=1, queries=3, heads=1)
     value, *rest = (t.float().to(device) for t in problem.operands().values())

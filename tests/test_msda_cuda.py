@@ -322,6 +322,16 @@ def test_sizes_on_the_device_are_learned_without_waiting():
 
 
 @pytest.mark.gpu
+def test_sizes_as_numbers_are_known_where_saved_tensors_are_copied():
+    problem = Problem.random(queries=60, channels=32)
+    exact = problem.run("eager")
+    with deterministic(warn_only=False), torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        actual = problem.run("cuda", F32, "cuda")
+    for name, result in actual.items():
+        assert relative_error(result, exact[name]) < 1e-5
+
+
+@pytest.mark.gpu
 def test_overlapping_levels_run_tritons_backward():
     problem = Problem.random(queries=20, channels=32, sizes=((5, 9), (5, 9)))
     problem.value = problem.value[:, :50]

@@ -7,6 +7,7 @@ import torch
 from helpers import Problem, assert_within_budget, poisoned, relative_error
 
 import deformops_models as dm
+from deformops_models import layout
 
 LEVELS = [(5, 9), (3, 4), (6, 2), (2, 3), (1, 7), (4, 1), (3, 2), (7, 5)]
 HALVES = (torch.float16, torch.bfloat16)
@@ -164,6 +165,17 @@ def test_metadata_may_be_lists_or_tensors_of_either_width(device, where, ints):
     if where == "device":
         sizes, starts = sizes.to(device), starts.to(device)
     check(problem, run(problem, device, spatial_shapes=sizes, level_start_index=starts), starts=(12, 0))
+
+
+def test_lists_of_tensors_are_looked_up_by_their_numbers(device):
+    problem = Problem.random(batch=1, queries=3, heads=1)
+    expected = run(problem, device, level_start_index=[0, 45])
+    before = len(layout._layouts), len(layout._tensors)
+    for _ in range(2):
+        sizes = [torch.tensor(pair, device=device) for pair in problem.sizes]
+        starts = list(torch.tensor([0, 45], device=device))
+        assert torch.equal(run(problem, device, spatial_shapes=sizes, level_start_index=starts), expected)
+    assert (len(layout._layouts), len(layout._tensors)) == before
 
 
 def test_metadata_may_be_a_column_slice(device):

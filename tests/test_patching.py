@@ -294,14 +294,18 @@ def test_a_filter_that_raises_changes_nothing(tiny):
             raise KeyError(name)
         return True
 
+    before = str(dm.report(tiny))
     with pytest.raises(KeyError):
         dm.patch(tiny, filter=failing)
     assert not any(isinstance(m, PatchedModule) for m in tiny.modules())
+    assert str(dm.report(tiny)) == before
 
 
 def test_a_filter_that_leaves_everything_out_is_an_error_if_strict(tiny):
+    before = str(dm.report(tiny))
     with pytest.raises(dm.PatchError, match="the filter left it out"):
         dm.patch(tiny, filter=lambda module, name: False)
+    assert str(dm.report(tiny)) == before
     assert dm.patch(tiny, filter=lambda module, name: False, strict=False) is tiny
 
 

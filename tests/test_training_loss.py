@@ -563,6 +563,43 @@ def test_a_matcher_of_ones_own_is_used(criterion):
         torch.testing.assert_close(loss, expected[name], rtol=2 * FLOAT32, atol=0)
 
 
+@pytest.mark.parametrize("change", ["one pair less", "another image's pair"])
+@pytest.mark.parametrize("way", ["subclass", "hook"])
+def test_a_matcher_may_give_other_numbers_of_pairs(criterion, change, way):
+    def changed(pairs):
+        (queries, objects), (others, their_objects) = pairs
+        if change == "another image's pair":
+            free = min(set(range(QUERIES)) - set(others.tolist()))
+            others, their_objects = torch.cat([others, torch.tensor([free])]), their_objects[[*range(3), 0]]
+        return [(queries[1:], objects[1:]), (others, their_objects)]
+
+    if way == "subclass":
+        upstream = type(criterion.matcher)
+
+        def forward(self, masks_queries_logits, class_queries_logits, mask_labels, class_labels):
+            return changed(
+                upstream.forward(self, masks_queries_logits, class_queries_logits, mask_labels, class_labels)
+            )
+
+        criterion.matcher.__class__ = type("Mine", (upstream,), {"forward": forward})
+    else:
+        criterion.matcher.register_forward_hook(lambda module, args, output: changed(output))
+    problem = mask_problem((3, 3))
+    expected = mask_step(criterion, problem)[0]
+    actual = mask_step(dm.patch(criterion, parts=("loss",)), problem)[0]
+    assert actual.keys() == expected.keys()
+    for name, loss in actual.items():
+        torch.testing.assert_close(loss, expected[name], rtol=2 * FLOAT32, atol=0)
+
+
+def test_labels_may_be_one_tensor(criterion):
+    problem = mask_problem((3, 3))
+    stacked = problem | {name: torch.stack(problem[name]) for name in ("mask_labels", "class_labels")}
+    expected = mask_step(criterion, stacked)[0]
+    for name, loss in mask_step(dm.patch(criterion, parts=PARTS), stacked)[0].items():
+        torch.testing.assert_close(loss, expected[name], rtol=2 * FLOAT32, atol=0)
+
+
 def test_steps_that_the_batched_loss_would_pass_over_are_respected(criterion):
     upstream = type(criterion)
     criterion.__class__ = type("Mine", (upstream,), {"loss_masks": lambda self, *args: {}})
@@ -589,6 +626,7 @@ def test_a_loss_with_another_forward_is_reported(criterion):
     assert criterion() == "mine"
     entries = {e.name: e.reason for e in dm.report(criterion).skipped}
     assert entries[""].startswith(f"class {__name__}.Mine has another forward than transformers.models.")
+    assert {e.part for e in dm.report(criterion).skipped} == {"loss"}
 
 
 def test_unknown_signatures_are_left_alone(criterion, detr, monkeypatch):

@@ -67,15 +67,23 @@ class Recorder:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a CSV file; raises UsageError if there is none or it has other columns."""
+    """The rows of a CSV file; raises UsageError if there is none, it has other columns or is damaged."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             if reader.fieldnames != COLUMNS:
                 raise UsageError(f"{path} is no benchmark result: its columns are not {', '.join(COLUMNS)}")
-            return [_typed(row) for row in reader]
+            rows = []
+            for row in reader:
+                try:
+                    rows.append(_typed(row))
+                except (TypeError, ValueError):
+                    raise UsageError(f"{path}: line {reader.line_num} is damaged: remove it") from None
+            return rows
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise UsageError(f"{path} is no benchmark result: it is not text") from None
 
 
 def _typed(row: dict[str, str]) -> Row:

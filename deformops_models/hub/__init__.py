@@ -49,4 +49,6 @@ def from_pretrained(name_or_path: str | Path, *args: Any, **kwargs: Any) -> nn.M
     mmdet = any(path.glob("*.py")) and not (path / "config.json").is_file() if path.is_dir() else path.suffix == ".py"
     if mmdet or (not path.is_dir() and row is not None and row.framework == "mmdet"):
         return DINO.from_pretrained(name_or_path, *args, **kwargs)
-    return Transformers.from_pretrained(name_or_path, *args, **kwargs)
+    if args:
+        raise TypeError(f"{args[0]!r}: only mmdet's loader takes a second argument, its weights; name the others")
+    return Transformers.from_pretrained(name_or_path, **kwargs)

@@ -59,6 +59,7 @@ class DINO:
                 failed.
         """
         dtype = torch.float32 if dtype is None else table.as_dtype(dtype)
+        backend, device = table.target(backend, device)
         path, weights, row = cls._locate(name_or_path, checkpoint)
         config = cls._config(path)
         config.merge_from_dict(dict(cfg_options or {}))

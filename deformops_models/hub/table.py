@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deformops_models.backend import Backend
+from deformops_models.backend import Backend, as_backend
 
 
 class CheckpointError(RuntimeError):
@@ -130,10 +130,22 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def ready(model: nn.Module, backend: Backend | str | None, device: torch.device | str | None) -> nn.Module:
-    """Returns the loaded model, moved, in eval mode and patched."""
-    from deformops_models.patching import patch
+def target(
+    backend: Backend | str | None, device: torch.device | str | None
+) -> tuple[Backend | None, torch.device | None]:
+    """Returns both as such; raises ValueError or RuntimeError if one is not known."""
+    return as_backend(backend), None if device is None else torch.device(device)
+
+
+def ready(model: nn.Module, backend: Backend | None, device: torch.device | None) -> nn.Module:
+    """Returns the loaded model, moved, in eval mode and patched; raises CheckpointError if nothing can be patched."""
+    from deformops_models.patching import PatchError, patch
 
     if device is not None:
         model.to(device)
-    return patch(model.eval(), backend=backend)
+    try:
+        return patch(model.eval(), backend=backend)
+    except PatchError as error:
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+        framework = type(model).__module__.partition(".")[0]
+        raise CheckpointError(f"{reason}: load it with {framework} itself") from error

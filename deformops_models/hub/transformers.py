@@ -71,9 +71,16 @@ class Transformers:
 
         Raises:
             CheckpointError: the name is unknown, the checkpoint is of another model type or lacks parameters, the Hub
-                cannot be reached and its cache does not hold the files, or a file cannot be read.
+                cannot be reached and its cache does not hold the files, a file cannot be read, or the model has
+                nothing to patch.
+            ValueError, RuntimeError: dtype, backend or device is not known.
         """
         _upstream("AutoConfig")
+        backend, device = table.target(backend, device)
+        if upstream_kwargs.get("output_loading_info"):
+            raise TypeError(
+                "output_loading_info=True: what a checkpoint lacks is an error here, or logged if not strict"
+            )
         source, row = cls._locate(name_or_path)
         if dtype is not None:
             upstream_kwargs["dtype"] = dtype if dtype == "auto" else table.as_dtype(dtype)
@@ -209,9 +216,12 @@ def _one_error(source: str, row: Checkpoint | None, upstream_kwargs: Mapping[str
 
 
 def _elsewhere(source: str) -> str:
+    from huggingface_hub import constants
+
+    offline = "" if constants.HF_HUB_OFFLINE else " and set HF_HUB_OFFLINE=1"
     return (
         f"Without a connection, run `hf download {source}` on another machine and pass that folder, or copy its Hub "
-        "cache here and set HF_HUB_OFFLINE=1"
+        f"cache here{offline}"
     )
 
 

@@ -74,7 +74,7 @@ def find_task(model: str) -> Task:
         try:
             name = hub.find_checkpoint(model).loader
         except hub.CheckpointError as error:
-            raise UsageError(f"--model: {error}; or build one from scratch: {', '.join(CONFIGS)}") from None
+            raise UsageError(f"--model: {error}; the package itself has {', '.join(CONFIGS)}") from None
     if name not in TASKS:
         raise UsageError(f"--model {model}: only {' and '.join(TASKS)} of transformers can be trained here")
     return TASKS[name]
