@@ -68,7 +68,7 @@ def output_folder(path: str) -> Path:
     """Makes the folder with its parents and checks that it can be written."""
     if not path:
         raise UsageError("--out is empty: name a folder, or . for the current one")
-    folder = Path(path)
+    folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -93,6 +93,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def clear_left_overs(path: Path) -> None:
+    """Removes what a killed `whole_file` left beside `path`."""
+    for left_over in path.parent.glob(f".{path.stem}-*{path.suffix}"):
+        left_over.unlink()
 
 
 def table(rows: Iterable[Iterable[object]], indent: str = "") -> str:

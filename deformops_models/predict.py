@@ -191,6 +191,8 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I;16"):  # convert() would clip 16 bits to 255
                 upright = upright.point(lambda level: level / 256).convert("L")
+            elif upright.mode in ("I", "F"):
+                raise ValueError("levels of 32 bits have no known range; convert it to 8 or 16")
             elif upright.mode == "P":
                 upright = upright.convert("RGBA")
             return upright.convert("RGB")

@@ -305,6 +305,10 @@ def test_images_are_read_upright_and_in_rgb(tmp_path):
         image.save(tmp_path / name)
         read = predict.read_image(tmp_path / name)
         assert (read.mode, read.getpixel((2, 1))) == ("RGB", color), name
+    for mode in "IF":
+        Image.new(mode, (3, 2), 1).save(tmp_path / "wide.tif")
+        with pytest.raises(predict.ImageError, match="wide.tif: cannot read it: levels of 32 bits have no known range"):
+            predict.read_image(tmp_path / "wide.tif")
 
 
 def test_names_do_not_collide(run, photo, deformable_detr, tmp_path):

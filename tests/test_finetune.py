@@ -471,6 +471,10 @@ def test_damaged_log_is_one_error(tmp_path):
     file.write_bytes(b'{"step": 1}\n\x00\xff\n{"step": 3}\n')
     with pytest.raises(UsageError, match=r"log.jsonl, line 2: .*; take this line out of it"):
         history.read(file)
+    for line in (b"{}", b"3", b'{"step": "x"}'):
+        file.write_bytes(b'{"step": 1}\n' + line + b"\n")
+        with pytest.raises(UsageError, match=r"log.jsonl, line 2: it says no step; take this line out of it"):
+            history.read(file)
 
 
 def test_a_new_training_does_not_replace_the_best_of_another(mask2former, data, tmp_path, capsys):
@@ -558,6 +562,15 @@ def test_images_that_turn_out_to_be_cut_off(deformable_detr, data, tmp_path, cap
     printed = capsys.readouterr().out
     assert printed.count("left out of train: ") == printed.count("left out of val: ") == 1
     assert "000004.jpg: cannot read it" in (out / "skipped-train.txt").read_text()
+    _fresh()
+    left_over = out / ".curve-abc.png"
+    left_over.touch()
+    log = (out / "log.jsonl").read_text().splitlines(keepends=True)
+    shutil.rmtree(out / "last")
+    shutil.rmtree(out / "best")
+    assert log and main([*command, "--skip-broken", "--resume"]) == 0
+    assert len((out / "skipped-train.txt").read_text().splitlines()) == 1
+    assert not left_over.exists()
     assert "000001.jpg: cannot read it" in (out / "skipped-val.txt").read_text()
     evaluate = ("eval", "--model", str(out / "last"), "--data", str(cut), "--device", "cpu", "--workers", "0")
     assert main([*evaluate]) == 2
@@ -582,7 +595,94 @@ def test_a_cut_off_image_for_validation_costs_no_step(deformable_detr, data, tmp
     _fresh()
     assert main([*command, "--resume", "--skip-broken"]) == 0
     assert f"goes on at step {STEPS_PER_EPOCH} of {2 * STEPS_PER_EPOCH}" in capsys.readouterr().out
-    assert len(losses(tmp_path / "out")) == 2 * STEPS_PER_EPOCH and len(scores(tmp_path / "out")) == 1
+    # The first epoch is measured before the second begins.
+    assert len(losses(tmp_path / "out")) == 2 * STEPS_PER_EPOCH and len(scores(tmp_path / "out")) == 2
+    assert (tmp_path / "out" / "best").is_dir()
+
+
+def test_a_last_epoch_that_was_not_measured_is(deformable_detr, data, tmp_path, monkeypatch):
+    from deformops_models.train import finetune
+
+    command = arguments(deformable_detr, data, tmp_path / "whole")
+    assert main(command) == 0
+    _fresh()
+    whole, measure, calls = tmp_path / "whole", finetune.average_precision, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(finetune, "average_precision", killed)
+    command[command.index(str(whole))] = str(tmp_path / "out")
+    assert main(command) == 130
+    _fresh()
+    assert main([*command, "--resume"]) == 0
+    assert len(calls) == 3
+    assert history.read(tmp_path / "out" / "log.jsonl")[-1] == history.read(whole / "log.jsonl")[-1]
+    for name in ("last", "best"):
+        one, other = (folder / name / "model.safetensors" for folder in (whole, tmp_path / "out"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_weights_that_are_not_finite_are_not_saved(deformable_detr, data, tmp_path, capsys, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def diverge(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].flatten()[0] = float("inf")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", diverge)
+    assert main(arguments(deformable_detr, data, tmp_path, "--epochs", 1, "--batch-size", 16)) == 2
+    assert "step 1: it left weights that are not finite, which are not saved; lower --lr" in capsys.readouterr().err
+    assert not (tmp_path / "last").exists() and not (tmp_path / "best").exists()
+
+
+def test_a_checkpoint_of_other_sizes_is_one_error(deformable_detr, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(arguments(deformable_detr, data, out, "--epochs", 1)) == 0
+    config = json.loads((out / "best" / "config.json").read_text())
+    (out / "best" / "config.json").write_text(json.dumps(config | {"num_queries": config["num_queries"] + 1}))
+    capsys.readouterr()
+    for command in (
+        ["eval", "--model", str(out / "best"), "--data", str(data), "--device", "cpu", "--workers", "0"],
+        arguments(out / "best", data, tmp_path / "again"),
+    ):
+        _fresh()
+        assert main(command) == 2
+        assert "query_position_embeddings.weight with shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "preprocessor_config.json"])
+def test_a_checkpoint_that_lost_a_file_is_not_gone_on_from(file, mask2former, data, tmp_path, capsys):
+    assert main(arguments(mask2former, data, tmp_path, "--epochs", 1)) == 0
+    (tmp_path / "last" / file).unlink()
+    _fresh()
+    assert main(arguments(mask2former, data, tmp_path, "--epochs", 1, "--resume")) == 2
+    assert f"{tmp_path / 'last'}: its weights or preprocessor_config.json are gone" in capsys.readouterr().err
+
+
+def test_two_trainings_in_one_folder(deformable_detr, data, tmp_path, capsys):
+    hold = """
+        import sys
+        from pathlib import Path
+        from deformops_models.train.checkpoint import claimed
+
+        with claimed(Path(sys.argv[1])):
+            print("held", flush=True)
+            sys.stdin.read()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(hold), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        assert main(arguments(deformable_detr, data, tmp_path)) == 2
+        assert f"--out {tmp_path}: another training runs there" in capsys.readouterr().err
+        other.kill()
+    _fresh()
+    assert main(arguments(deformable_detr, data, tmp_path, "--epochs", 1)) == 0
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr, data, tmp_path, capsys):
@@ -609,6 +709,8 @@ def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr
         (["--seed", 2**63], f"--seed {2**63}: the most is {2**63 - 1}"),
         (["--lr", 0], "--lr 0.0: it has to be positive"),
         (["--lr", "nan"], "--lr nan: it has to be positive"),
+        (["--lr", "inf"], "--lr inf: float32 does not hold it"),
+        (["--backbone-scale", "1e39"], "--backbone-scale 1e+39: float32 does not hold it"),
         (["--weight-decay", -1], "--weight-decay -1.0: the least is 0"),
         (["--backbone-scale", -1], "--backbone-scale -1.0: the least is 0"),
         (["--warmup", 10**6], "--warmup 1000000: the whole training has "),

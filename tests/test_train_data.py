@@ -120,6 +120,13 @@ def test_shapes_does_not_overwrite(data, capsys):
     assert "holds a data set already" in capsys.readouterr().err
 
 
+def test_shapes_begins_again_where_it_was_killed_before_the_annotations(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out" / "annotations").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["shapes", "--out", "~/out", "--images", "2", "--size", str(SIZE)]) == 0
+    assert len(coco.read_split("~/out", "train", masks=True).images) == 2
+
+
 # Reading and checking
 
 
@@ -197,6 +204,8 @@ BROKEN = {
     "area is zero: empty run lengths": _rle([None]),
     "area is not a finite number: 12": _first(area="12"),
     "area is not a finite number: nan": _first(area=float("nan")),
+    "area is not a finite number: 1000": _first(area=10**400),
+    "run lengths are missing or": _rle([0.5, 10, None]),
     "iscrowd is neither 0 nor 1: no": _first(iscrowd="no"),
     "iscrowd is neither 0 nor 1: None": _first(iscrowd=None),
     "area is not a finite number: None": _first(area=None),
@@ -204,7 +213,8 @@ BROKEN = {
     "file_name is missing": _image(file_name=None),
     "/5): file_name is missing": _image(file_name=5),
     "size differs: the file has": _image(width=63, height=62),
-    "height or width is missing": _image(height=None),
+    "height or width is no positive integer": _image(height=None),
+    "height or width is no positive": _image(height=58.0),
     "id is missing or used twice": _image(id=1),
 }
 
@@ -221,6 +231,25 @@ def test_what_is_broken_is_named_or_skipped(message, broken):
     assert f"1 x {split.problems[0].kind.partition(':')[0]}" in coco.count_problems(split.problems)
     whole = coco.read_split(str(broken.folder), "val", masks=True)
     assert not whole.problems
+
+
+@pytest.mark.parametrize("size", [(3000, 40), (40, 3000)])
+def test_an_image_of_which_nothing_would_be_left_is_named_or_skipped(size, broken):
+    from PIL import Image
+
+    Image.new("RGB", size).save(broken.folder / "images" / "train" / "000001.jpg")
+    root = broken(lambda document: document["images"][1].update(width=size[0], height=size[1]))
+    document = json.loads((broken.folder / "annotations" / "train.json").read_text())
+    others = [a for a in document["annotations"] if a["image_id"] != document["images"][1]["id"]]
+    broken(lambda document: document.update(annotations=others))
+    with pytest.raises(UsageError, match=rf"too narrow: {size[0]}x{size[1]} for an image size of {SIZE}"):
+        coco.read_split(root, "train", masks=True, image_size=SIZE)
+    split = coco.read_split(root, "train", masks=True, image_size=SIZE, skip_broken=True)
+    assert len(split.images) == 11 and len(split.problems) == 1
+    # At the limit every augmentation leaves something.
+    edge = -(-2 * 3000 // 40 // 2) * 2
+    split = coco.read_split(root, "train", masks=True, image_size=edge)
+    assert all(images(split, size=edge)[epoch, 1]["image"].shape == (3, edge, edge) for epoch in range(8))
 
 
 def test_picture_on_its_side_has_its_upright_size(broken):
@@ -387,7 +416,16 @@ def test_perfect_detections_have_an_average_precision_of_100(metric, data):
     assert 10 < half["AP"] < 90
     first = [row for row in found if row["image_id"] == split.images[0]["id"]]
     assert evaluate.average_precision(split, first, metric, [0])["AP"] == pytest.approx(100)
-    assert evaluate.average_precision(split, [], metric, everything)["AP"] == 0
+    nothing = evaluate.average_precision(split, [], metric, everything)
+    assert nothing["AP"] == 0
+    # Kinds of objects that the split lacks are unknown, whether something was found or not.
+    full = evaluate.average_precision(split, found, metric, everything)
+    assert {name for name in full if full[name] is None} == {name for name in nothing if nothing[name] is None} > set()
+    renamed = copy.deepcopy(split)
+    for image, name in zip(renamed.images, ("a", *range(100, 200)), strict=False):
+        renamed.annotations[name] = renamed.annotations.pop(image["id"], [])
+        image["id"] = name
+    assert evaluate.average_precision(renamed, _perfect(renamed, metric), metric, everything) == full
     bare = copy.deepcopy(split)
     for annotations in bare.annotations.values():
         for annotation in annotations:
@@ -405,6 +443,7 @@ def test_category_ids_of_labels():
         return evaluate._category_ids("m", dict(enumerate(names)), split(*categories))
 
     assert ids(["cat", "Dog", "N/A"], (3, "dog"), (5, "cat")) == [5, 3, None]
+    assert ids(["Cat", "cat"], (1, "cat"), (2, "Cat")) == [2, 1]
     assert ids(["LABEL_0", "LABEL_1"], (3, "dog"), (5, "cat")) == [3, 5]
     assert ids([f"LABEL_{i}" for i in range(91)], (1, "person"), (90, "toothbrush"))[88:] == [None, None, 90]
     with pytest.raises(UsageError, match="knows 3 classes, but not cat, dog of val.json"):

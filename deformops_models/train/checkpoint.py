@@ -86,8 +86,8 @@ def save(
     # torch and safetensors report a full disk as errors of their own.
     except Exception as error:
         raise UsageError(
-            f"cannot write the checkpoint {folder}: {error}; the one before is intact: free space there and go on "
-            "with --resume"
+            f"cannot write the checkpoint {folder}: {error}; the one before is intact: make room there and go on with "
+            "--resume"
         ) from error
 
 
@@ -104,6 +104,31 @@ def load_state(folder: Path) -> dict[str, Any] | None:
     # A damaged file makes the reader raise anything.
     except Exception as error:
         raise UsageError(f"cannot read {folder / STATE}: {error}; start again in another --out") from error
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Raises UsageError if another process is in such a block with the same folder."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    path = folder / ".lock"
+    with path.open("w") as file:
+        try:
+            # Of this process alone: the workers that it forks may outlive it for a while.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--out {folder}: another training runs there; wait for it, or choose another --out"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def check_space(folder: Path, model: nn.Module, copies: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +84,9 @@ class Split:
         return [a for a in self.annotations.get(self.images[index]["id"], []) if not a.get("iscrowd")]
 
 
-def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False) -> Split:
+def read_split(
+    root: str, split: str, *, masks: bool, skip_broken: bool = False, image_size: int | None = None
+) -> Split:
     """Finds, reads and checks one split of a data folder.
 
     Args:
@@ -93,6 +94,7 @@ def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False)
         split: "train" or "val".
         masks: every object needs a segmentation.
         skip_broken: leave out broken images and annotations, which are in the result's `problems`.
+        image_size: edge in pixels of the square that images are fitted into, or less to half of it.
 
     Raises:
         UsageError: there is no such split, its JSON is not COCO's, or something is broken and is not to be skipped.
@@ -115,7 +117,7 @@ def read_split(root: str, split: str, *, masks: bool, skip_broken: bool = False)
         value, times = Counter(category[key] for category in categories).most_common(1)[0]
         if times > 1:
             raise UsageError(f"{file}: {times} categories have the {key} {value}; give each its own")
-    problems = list(_check_images(file, folder, images))
+    problems = list(_check_images(file, folder, images, image_size))
     broken = {problem.image_id for problem in problems}
     images = [image for image in images if image.get("id") not in broken]
     sizes = {image["id"]: (image["height"], image["width"]) for image in images}
@@ -171,7 +173,7 @@ def _find(root: Path, split: str) -> tuple[Path, Path]:
     raise UsageError(f"--data {root}: no {split} split in it; needed is {wanted}")
 
 
-def _check_images(file: Path, folder: Path, images: list[dict[str, Any]]) -> Iterator[Problem]:
+def _check_images(file: Path, folder: Path, images: list[dict[str, Any]], image_size: int | None) -> Iterator[Problem]:
     from tqdm import tqdm
 
     seen = set()
@@ -180,17 +182,17 @@ def _check_images(file: Path, folder: Path, images: list[dict[str, Any]]) -> Ite
         if (
             kind := "id is missing or used twice"
             if identity is None or identity in seen
-            else _image_problem(folder, image)
+            else _image_problem(folder, image, image_size)
         ):
             yield Problem(kind, f"{file}: image {identity} ({folder / str(image.get('file_name'))})", identity)
         seen.add(identity)
 
 
-def _image_problem(folder: Path, image: Mapping[str, Any]) -> str | None:
+def _image_problem(folder: Path, image: Mapping[str, Any], image_size: int | None) -> str | None:
     from PIL import Image
 
     if not all(isinstance(image.get(key), int) and image[key] > 0 for key in ("height", "width")):
-        return "height or width is missing"
+        return "height or width is no positive integer"
     if not (isinstance(image.get("file_name"), str) and image["file_name"]):
         return "file_name is missing"
     try:
@@ -203,6 +205,9 @@ def _image_problem(folder: Path, image: Mapping[str, Any]) -> str | None:
     expected = (image["width"], image["height"])
     if size != expected:
         return f"size differs: the file has {size[0]}x{size[1]}, the annotations {expected[0]}x{expected[1]}"
+    # Augmentation makes the longer edge half of the square, and nothing may be left of the shorter one.
+    if image_size is not None and 2 * max(size) > min(size) * image_size:
+        return f"too narrow: {size[0]}x{size[1]} for an image size of {image_size}"
     return None
 
 
@@ -233,7 +238,7 @@ def _annotation_problem(
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and math.isfinite(x)
+    return isinstance(x, int | float) and abs(x) < 1e18  # nor NaN; a huge integer is no float
 
 
 def _segmentation_problem(segmentation: Any, height: int, width: int) -> str | None:
@@ -246,7 +251,7 @@ def _segmentation_problem(segmentation: Any, height: int, width: int) -> str | N
     counts = segmentation.get("counts")
     if isinstance(counts, str):
         counts = _run_lengths(counts)
-    if not (isinstance(counts, list) and counts and all(map(_is_number, counts))):
+    if not (isinstance(counts, list) and counts and all(isinstance(count, int) for count in counts)):
         return "run lengths are missing or damaged"
     if sum(counts) != height * width or min(counts) < 0:
         return f"run lengths do not add up to the image's pixels: {sum(counts)}"

@@ -79,11 +79,13 @@ def _cell(value: float | None) -> str:
 
 def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list[Any]:
     """The data set's category id of each of the model's labels, or None; by name, by count, or by COCO's own ids."""
-    by_name = {category["name"].casefold(): category["id"] for category in split.categories}
-    names = [id2label[label].casefold() for label in range(len(id2label))]
     ids = [category["id"] for category in split.categories]
-    if set(by_name) <= set(names):
-        return [by_name.get(name) for name in names]
+    for same in (str, str.casefold):
+        by_name = {same(category["name"]): category["id"] for category in split.categories}
+        names = [same(id2label[label]) for label in range(len(id2label))]
+        # Two names may differ in case alone.
+        if set(by_name) <= set(names) and len(by_name) == len(ids):
+            return [by_name.get(name) for name in names]
     if len(ids) == len(names):
         return ids
     if all(isinstance(i, int) and 0 <= i < len(names) for i in ids) and len(names) == 91:  # COCO's ids go to 90
@@ -109,10 +111,19 @@ class _Images(Dataset):
         index, problem = self.indices[k], None
         try:
             image = read_image(self.split.path(index))
+            pixels = self._prepare(image)
         except UsageError as error:
             image, problem = Image.new("RGB", (64, 64)), error
-        pixels = self.processor(images=image, return_tensors="pt")["pixel_values"]
+        # Upstream's processors can refuse a picture by any of these.
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"{self.split.path(index)}: the model's image processor fails: {error}"
+            image, problem = Image.new("RGB", (64, 64)), UsageError(reason)
+        if problem is not None:
+            pixels = self._prepare(image)
         return index, (image.height, image.width), pixels, problem
+
+    def _prepare(self, image: Any) -> Any:
+        return self.processor(images=image, return_tensors="pt")["pixel_values"]
 
 
 @torch.no_grad()  # inference mode would leave tensors in upstream's caches that training cannot use
@@ -196,18 +207,22 @@ def average_precision(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    images = [split.images[i] for i in indices]
-    truth = COCO()
+    # The evaluator sorts ids, which may be numbers and texts.
+    numbers = {split.images[i]["id"]: i for i in indices}
+    images = [{**split.images[i], "id": i} for i in numbers.values()]
+    truth, found = COCO(), COCO()
     truth.dataset = {
         "images": images,
         "categories": split.categories,
-        "annotations": _truth(split, images, metric),
+        "annotations": _truth(split, numbers.values(), metric),
     }
+    found.dataset = {"images": images, "categories": split.categories, "annotations": []}
     with contextlib.redirect_stdout(io.StringIO()):
         truth.createIndex()
-        if not results:
-            return dict.fromkeys(METRICS, 0.0 if truth.dataset["annotations"] else None)
-        evaluator = COCOeval(truth, truth.loadRes([dict(row) for row in results]), metric)
+        found.createIndex()
+        if results:
+            found = truth.loadRes([{**row, "image_id": numbers[row["image_id"]]} for row in results])
+        evaluator = COCOeval(truth, found, metric)
         evaluator.evaluate()
         evaluator.accumulate()
         evaluator.summarize()
@@ -215,13 +230,14 @@ def average_precision(
     return {name: 100 * float(x) if x >= 0 else None for name, x in zip(METRICS, stats, strict=True)}
 
 
-def _truth(split: Split, images: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Annotations with the fields that pycocotools reads, which not every data set has."""
+def _truth(split: Split, indices: Iterable[int], metric: str) -> list[dict[str, Any]]:
+    """Annotations with the fields that pycocotools reads, which not every data set has, and numbers as ids."""
     rows = []
-    for image in images:
+    for index in indices:
+        image = split.images[index]
         for annotation in split.annotations.get(image["id"], []):
             row = {"iscrowd": 0, "area": annotation["bbox"][2] * annotation["bbox"][3], **annotation}
             if metric == "segm" and "area" not in annotation:
                 row["area"] = int(decode(annotation["segmentation"], image["height"], image["width"]).sum())
-            rows.append({**row, "id": len(rows) + 1})
+            rows.append({**row, "image_id": index, "id": len(rows) + 1})
     return rows

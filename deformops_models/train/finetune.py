@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from deformops_models.console import UsageError, output_folder, require
+from deformops_models.console import UsageError, clear_left_overs, output_folder, require
 from deformops_models.patching import report
 from deformops_models.predict import quiet_transformers
 from deformops_models.train import checkpoint, sharding
@@ -46,6 +46,8 @@ from deformops_models.train.tasks import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+#: Files of a training, below --out.
+_LOG, _CURVE = "log.jsonl", "curve.png"
 #: Arguments on which the losses depend: a training goes on with the same.
 _SAME = (
     "model", "epochs", "lr", "weight_decay", "warmup", "clip", "backbone_scale", "image_size", "augment",
@@ -69,9 +71,10 @@ def run(args: argparse.Namespace) -> int:
     _check_numbers(args)
     task = find_task(args.model)
     accelerator = _accelerator(args)
-    with quiet_transformers():
+    out = output_folder(args.out)
+    with quiet_transformers(), checkpoint.claimed(out) if accelerator.is_main_process else nullcontext():
         try:
-            return _Training(args, task, accelerator).run()
+            return _Training(args, task, accelerator, out).run()
         except OSError as error:  # a full disk, most often
             raise UsageError(f"--out {args.out}: stopped by {error}; mend that and go on with --resume") from error
 
@@ -89,6 +92,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("weight_decay", "backbone_scale"):
         if (value := getattr(args, name)) is not None and not value >= 0:
             raise UsageError(f"--{name.replace('_', '-')} {value}: the least is 0")
+    for name in ("lr", "weight_decay", "backbone_scale"):
+        if (value := getattr(args, name)) is not None and value > torch.finfo(torch.float32).max:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: float32 does not hold it")
     if args.ema is not None and not 0 < args.ema < 1:
         raise UsageError(f"--ema {args.ema}: it is a decay between 0 and 1, such as 0.999")
     if args.image_size < 32 or args.image_size % 32:
@@ -133,10 +139,10 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
 class _Training:
     """One training, from the check of the data to the last checkpoint."""
 
-    def __init__(self, args: argparse.Namespace, task: Task, accelerator: Accelerator) -> None:
+    def __init__(self, args: argparse.Namespace, task: Task, accelerator: Accelerator, out: Path) -> None:
         self.args, self.task, self.accelerator = args, task, accelerator
         self.sharded = args.fsdp and accelerator.num_processes > 1
-        self.out = output_folder(args.out)
+        self.out = out
         self.last, self.best = self.out / "last", self.out / "best"
         self.noted: set[str] = set()
         self.train, self.val = (self._read(split) for split in ("train", "val"))
@@ -151,10 +157,16 @@ class _Training:
         self._restore_or_begin()
 
     def _read(self, name: str) -> Split:
-        split = read_split(self.args.data, name, masks=self.task.masks, skip_broken=self.args.skip_broken)
+        args = self.args
+        split = read_split(
+            args.data, name, masks=self.task.masks, skip_broken=args.skip_broken, image_size=args.image_size
+        )
+        record = self._skipped_file(name)
+        before = record.read_text(encoding="utf-8").splitlines() if args.resume and record.is_file() else []
+        self.noted.update(before)
         if split.problems and self.accelerator.is_main_process:
-            record = self._skipped_file(name)
-            record.write_text("".join(f"{problem}\n" for problem in split.problems), encoding="utf-8")
+            listed = dict.fromkeys([*map(str, split.problems), *before])
+            record.write_text("".join(f"{problem}\n" for problem in listed), encoding="utf-8")
             self._say(f"left out of {name}: {count_problems(split.problems)}; listed in {record}")
         return split
 
@@ -172,16 +184,22 @@ class _Training:
 
     def _restore_or_begin(self) -> None:
         """Builds model, optimizer and schedule, anew or as the last checkpoint has them."""
+        from accelerate.utils import broadcast_object_list
+
         args, main = self.args, self.accelerator.is_main_process
         if main:
             checkpoint.recover(self.best)
             checkpoint.recover(self.last)
+            clear_left_overs(self.out / _LOG)
+            clear_left_overs(self.out / _CURVE)
         self.accelerator.wait_for_everyone()
         state = checkpoint.load_state(self.last)
         if state and not args.resume:
             raise UsageError(f"--out {args.out}: it holds a training at step {state['step']}; add --resume to go on")
         if not state and not args.resume and self.best.exists():
             raise UsageError(f"--out {args.out}: a new training would replace its best/; choose another --out")
+        if state and not (has_weights(str(self.last)) and (self.last / "preprocessor_config.json").is_file()):
+            raise UsageError(f"{self.last}: its weights or preprocessor_config.json are gone; start in another --out")
         torch.manual_seed(args.seed)
         source = str(self.last) if state else args.model
         scratch = not has_weights(args.model)
@@ -203,8 +221,15 @@ class _Training:
             self.average.n_averaged.fill_(state["step"] if state else 0)
         self._prepare(model, state)
         self.step, self.best_score = (state["step"], state["best"]) if state else (0, -1.0)
+        scores: Mapping[int, float | None] = {}
         if main:
-            self.history = History(self.out / "log.jsonl", self.step)
+            self.history = History(self.out / _LOG, self.step)
+            scores = self.history.scores()
+        [scores] = broadcast_object_list([scores])
+        # The epoch that the checkpoint ends may have been measured after it was written, or not yet.
+        self.measured = max(scores, default=0)
+        self.best_score = max([self.best_score, *(score for score in scores.values() if score is not None)])
+        if main:
             verb = f"goes on at step {self.step} of" if state else "starts:"
             self._say(
                 f"{args.model} {verb} {self.steps} steps of {self.images_per_step} images, {args.epochs} epochs of "
@@ -271,7 +296,11 @@ class _Training:
         batches = self._batches()
         bar = tqdm(initial=self.step, total=self.steps, unit="step", disable=None if main else True)
         with bar, _compiling() if args.compile else nullcontext():
-            while self.step < self.steps:
+            while True:
+                if self.step > self.measured and self.step % self.steps_per_epoch == 0:
+                    self._end_epoch()
+                if self.step == self.steps:
+                    break
                 start = time.perf_counter()
                 row = self._step(batches)
                 self.step += 1
@@ -283,10 +312,8 @@ class _Training:
                     )
                     bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:.1f} images/s, {memory:.2f} GiB")
                 bar.update()
-                ends_epoch = self.step % self.steps_per_epoch == 0
-                if ends_epoch:
-                    self._end_epoch()
-                if ends_epoch or (args.save_every and self.step % args.save_every == 0):
+                # Before the epoch is measured: what it has learnt is kept, whatever that meets.
+                if self.step % self.steps_per_epoch == 0 or (args.save_every and self.step % args.save_every == 0):
                     self._save_last()
         if main:
             best = f", the best AP is {self.best_score:.2f}, in {self.best}" if self.best.exists() else ""
@@ -440,8 +467,6 @@ class _Training:
         found = gather_object(found)
         skipped = dict(gather_object([(i, problem) for i, problem in skipped.items() if i in share]))
         if skipped and not self.args.skip_broken:
-            # All processes end here together, and what the epoch has learnt is kept.
-            self._save_last()
             first = next(iter(skipped.values()))
             raise UsageError(f"{first}; mend it, or leave it out with --resume --skip-broken")
         scores = None
@@ -449,11 +474,6 @@ class _Training:
             self._note_skipped("val", skipped.values())
             kept = [i for i in range(images) if i not in skipped]
             scores = average_precision(self.val, found, self.task.metric, kept)
-            epoch = self.step // self.steps_per_epoch
-            self.history.add(step=self.step, epoch=epoch, metric=self.task.metric, **scores)
-            self.history.draw(self.out / "curve.png")
-            shown = ", ".join(f"{name} {scores[name]:.2f}" for name in ("AP", "AP50") if scores[name] is not None)
-            self._say(f"epoch {epoch}: {self.task.metric} {shown or 'AP unknown: val has no objects'}")
         [scores] = broadcast_object_list([scores])
         if scores["AP"] is not None and scores["AP"] > self.best_score:
             self.best_score = scores["AP"]
@@ -462,8 +482,17 @@ class _Training:
                 splits = {"train": self.train, "val": self.val}
                 card = model_card(model, self.args.command_line, splits, self.task.metric, scores)
                 checkpoint.save(self.best, model, self.processor, card=card, weights=weights)
+        # In the log last: what is there has been done.
+        self.measured = self.step
+        if accelerator.is_main_process:
+            epoch = self.step // self.steps_per_epoch
+            self.history.add(step=self.step, epoch=epoch, metric=self.task.metric, **scores)
+            self.history.draw(self.out / _CURVE)
+            shown = ", ".join(f"{name} {scores[name]:.2f}" for name in ("AP", "AP50") if scores[name] is not None)
+            self._say(f"epoch {epoch}: {self.task.metric} {shown or 'AP unknown: val has no objects'}")
 
     def _save_last(self) -> None:
+        self._check_weights()
         main = self.accelerator.is_main_process
         state = {
             "step": self.step,
@@ -478,6 +507,15 @@ class _Training:
         if main:
             checkpoint.save(self.last, self.result, self.processor, state, weights=weights)
         self.accelerator.wait_for_everyone()
+
+    def _check_weights(self) -> None:
+        """Raises UsageError, in all processes, if the step has left weights that are not finite."""
+        local = [getattr(p, "to_local", lambda p=p: p)() for p in self.core.parameters()]
+        finite = torch.stack([p.isfinite().all() for p in local]).all().float()
+        if self.accelerator.reduce(finite, "mean") < 1:
+            raise UsageError(
+                f"step {self.step}: it left weights that are not finite, which are not saved; lower --lr {self.args.lr}"
+            )
 
     def _say(self, text: str) -> None:
         from tqdm import tqdm

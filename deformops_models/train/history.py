@@ -28,6 +28,10 @@ class History:
         with self.file.open("a", encoding="utf-8") as file:
             file.write(_line(row))
 
+    def scores(self) -> dict[int, float | None]:
+        """The average precision by the step after which it was measured."""
+        return {row["step"]: row["AP"] for row in self.rows if "AP" in row}
+
     def draw(self, picture: Path) -> None:
         """Draws loss and average precision over the steps."""
         from matplotlib.figure import Figure
@@ -58,7 +62,10 @@ def read(file: Path) -> list[dict[str, Any]]:
     if file.is_file():
         for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                    raise ValueError("it says no step")
+                rows.append(row)
             except ValueError as error:
                 raise UsageError(f"{file}, line {number}: {error}; take this line out of it") from None
     return rows

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < bound:
             raise UsageError(f"--{name} {value}: the least is {bound}")
     folder = output_folder(args.out)
-    if (folder / "annotations").exists():
+    if any((folder / "annotations" / f"{split}.json").exists() for split in _SPLITS):
         raise UsageError(f"--out {args.out}: it holds a data set already; choose another folder")
     counts = dict(zip(_SPLITS, (args.images, args.val or max(1, args.images // 5)), strict=True))
     for split, count in counts.items():

@@ -42,6 +42,8 @@ class Task:
     loader: Any
     #: Beginning of the names of the backbone's parameters.
     backbone: str
+    #: Parts of the names of what has an entry for each class.
+    classifier: tuple[str, ...]
     masks: bool
     #: Makes a model's loss the same for any number of processes.
     share_count: Callable[[nn.Module], None]
@@ -105,7 +107,8 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
         classes = {"id2label": dict(id2label), "label2id": {name: label for label, name in id2label.items()}}
     try:
         if has_weights(model):
-            loaded = task.loader.from_pretrained(model, dtype=torch.float32, ignore_mismatched_sizes=True, **classes)
+            anew = task.classifier if classes else ()
+            loaded = task.loader.from_pretrained(model, dtype=torch.float32, ignore_mismatched_sizes=anew, **classes)
             return loaded if patched else unpatch(loaded)
         import transformers
 
@@ -310,6 +313,7 @@ TASKS = {
     "Mask2Former": Task(
         loader=hub.Mask2Former,
         backbone="model.pixel_level_module.encoder.",
+        classifier=("class_predictor.", "criterion.empty_weight"),
         masks=True,
         share_count=_mask2former_share_count,
         targets=_mask2former_targets,
@@ -318,6 +322,7 @@ TASKS = {
     "DeformableDETR": Task(
         loader=hub.DeformableDETR,
         backbone="model.backbone.",
+        classifier=("class_embed.",),
         masks=False,
         share_count=_detr_share_count,
         targets=_detr_targets,
