@@ -176,6 +176,14 @@ def _is_input(file: Path) -> bool:
     return file.suffix.lower() in _SUFFIXES and not hidden_or_ours and file.is_file()
 
 
+UNKNOWN_RANGE = "levels of 32 bits have no known range; convert it to 8 or 16"
+
+
+def has_unknown_range(image: "Image") -> bool:
+    """Whether an opened image has grey levels of 32 bits; Pillow opens 16-bit PGM files as such."""
+    return image.mode == "F" or (image.mode == "I" and image.format != "PPM")
+
+
 def read_image(path: Path, header_only: bool = False) -> "Image | None":
     """The image upright and in RGB.
 
@@ -186,13 +194,13 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
 
     try:
         with Image.open(path) as image:
+            if has_unknown_range(image):
+                raise ValueError(UNKNOWN_RANGE)
             if header_only:
                 return None
             upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I;16"):  # convert() would clip 16 bits to 255
+            if upright.mode.startswith("I"):  # convert() would clip 16 bits to 255
                 upright = upright.point(lambda level: level / 256).convert("L")
-            elif upright.mode in ("I", "F"):
-                raise ValueError("levels of 32 bits have no known range; convert it to 8 or 16")
             elif upright.mode == "P":
                 upright = upright.convert("RGBA")
             return upright.convert("RGB")

@@ -604,6 +604,7 @@ def test_a_damaged_result_is_one_line(tmp_path, capsys):
     header, row, *_ = RESULTS.read_text().splitlines(keepends=True)
     for name, text, problem in (
         ("cut.csv", header + row + row[:40], "line 3 is damaged: remove it"),
+        ("wide.csv", header + row.rstrip() + ",1\n", "line 2 is damaged: remove it"),
         ("word.csv", header + row.rpartition(",")[0] + ",fast\n", "line 2 is damaged: remove it"),
     ):
         (tmp_path / name).write_text(text)

@@ -1,11 +1,14 @@
 """COCO-format folders: the generator, reading, checking, augmentation, order, and average precision."""
 
+import contextlib
 import copy
+import io
 import json
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 
@@ -30,6 +33,7 @@ def data(tmp_path_factory):
 def broken(data, tmp_path):
     """A copy of the data set, and a function that rewrites its train annotations."""
     folder = shutil.copytree(data, tmp_path / "broken")
+    PIL.Image.new("F", (SIZE, SIZE)).save(folder / "images" / "train" / "deep.tif")
     file = folder / "annotations" / "train.json"
 
     def rewrite(change):
@@ -214,6 +218,7 @@ BROKEN = {
     "/5): file_name is missing": _image(file_name=5),
     "size differs: the file has": _image(width=63, height=62),
     "height or width is no positive integer": _image(height=None),
+    "levels of 32 bits have no known range": _image(file_name="deep.tif"),
     "height or width is no positive": _image(height=58.0),
     "id is missing or used twice": _image(id=1),
 }
@@ -242,13 +247,16 @@ def test_an_image_of_which_nothing_would_be_left_is_named_or_skipped(size, broke
     document = json.loads((broken.folder / "annotations" / "train.json").read_text())
     others = [a for a in document["annotations"] if a["image_id"] != document["images"][1]["id"]]
     broken(lambda document: document.update(annotations=others))
-    with pytest.raises(UsageError, match=rf"too narrow: {size[0]}x{size[1]} for an image size of {SIZE}"):
-        coco.read_split(root, "train", masks=True, image_size=SIZE)
-    split = coco.read_split(root, "train", masks=True, image_size=SIZE, skip_broken=True)
+    problem = f"too narrow: nothing is left of {size[0]}x{size[1]} where its longer edge has {SIZE} pixels"
+    with pytest.raises(UsageError, match=problem):
+        coco.read_split(root, "train", masks=True, least_edge=SIZE)
+    split = coco.read_split(root, "train", masks=True, least_edge=SIZE, skip_broken=True)
     assert len(split.images) == 11 and len(split.problems) == 1
     # At the limit every augmentation leaves something.
-    edge = -(-2 * 3000 // 40 // 2) * 2
-    split = coco.read_split(root, "train", masks=True, image_size=edge)
+    edge = 2 * 3000 // 40
+    with pytest.raises(UsageError, match="too narrow"):
+        coco.read_split(root, "train", masks=True, least_edge=edge // 2 - 1)
+    split = coco.read_split(root, "train", masks=True, least_edge=edge // 2)
     assert all(images(split, size=edge)[epoch, 1]["image"].shape == (3, edge, edge) for epoch in range(8))
 
 
@@ -406,6 +414,30 @@ def _perfect(split, metric):
     return rows
 
 
+def test_equal_scores_are_taken_in_the_order_of_ids(data):
+    split = coco.read_split(str(data), "train", masks=True)
+    found = _perfect(split, "bbox")
+    for k, row in enumerate(found):
+        row["score"] = 0.5
+        row["bbox"] = [0, 0, 1, 1] if k % 3 == 0 else row["bbox"]
+    expected = evaluate.average_precision(split, found, "bbox", range(len(split.images)))
+    split.images.reverse()
+    assert evaluate.average_precision(split, found, "bbox", range(len(split.images))) == expected
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    truth = COCO()
+    truth.dataset = json.loads(split.file.read_text())
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        evaluator = COCOeval(truth, truth.loadRes(found), "bbox")
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+    assert expected["AP"] == pytest.approx(100 * evaluator.stats[0], rel=1e-12)
+    assert 5 < expected["AP"] < 95
+
+
 @pytest.mark.parametrize("metric", ["bbox", "segm"])
 def test_perfect_detections_have_an_average_precision_of_100(metric, data):
     split = coco.read_split(str(data), "train", masks=True)
@@ -448,6 +480,8 @@ def test_category_ids_of_labels():
     assert ids([f"LABEL_{i}" for i in range(91)], (1, "person"), (90, "toothbrush"))[88:] == [None, None, 90]
     with pytest.raises(UsageError, match="knows 3 classes, but not cat, dog of val.json"):
         ids(["a", "b", "c"], (3, "dog"), (5, "cat"))
+    with pytest.raises(UsageError, match="knows 3 classes, but not Cat of val.json"):
+        ids(["cat", "dog", "x"], (1, "cat"), (2, "Cat"))
 
 
 def test_masks_out_of_mask2formers_outputs():

@@ -87,4 +87,6 @@ def read(path: Path) -> list[Row]:
 
 
 def _typed(row: dict[str, str]) -> Row:
+    if None in row:
+        raise ValueError("more columns than the header has")
     return row | {name: float(row[name]) for name in NUMBERS}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from deformops_models.console import UsageError
-from deformops_models.predict import read_image
+from deformops_models.predict import UNKNOWN_RANGE, has_unknown_range, read_image
 
 #: Where a split's annotations and images lie below the data folder: `shapes`' own layout, and COCO's.
 LAYOUTS = (
@@ -24,6 +24,7 @@ LAYOUTS = (
     ("annotations/instances_{0}2017.json", "{0}2017"),
     ("annotations/instances_{0}2017.json", "images/{0}2017"),
 )
+SMALLEST = 0.5  # of the square, that augmentation scales an image to
 _SLACK = 1.0  # pixels by which a box may leave its image: published data sets round
 _ORIENTATION = 0x0112  # EXIF tag; above 4, the picture is stored on its side
 _NAMED = 3  # problems that an error spells out
@@ -85,7 +86,7 @@ class Split:
 
 
 def read_split(
-    root: str, split: str, *, masks: bool, skip_broken: bool = False, image_size: int | None = None
+    root: str, split: str, *, masks: bool, skip_broken: bool = False, least_edge: int | None = None
 ) -> Split:
     """Finds, reads and checks one split of a data folder.
 
@@ -94,7 +95,7 @@ def read_split(
         split: "train" or "val".
         masks: every object needs a segmentation.
         skip_broken: leave out broken images and annotations, which are in the result's `problems`.
-        image_size: edge in pixels of the square that images are fitted into, or less to half of it.
+        least_edge: pixels to which the longer edge of an image is scaled at least; some have to be left of the other.
 
     Raises:
         UsageError: there is no such split, its JSON is not COCO's, or something is broken and is not to be skipped.
@@ -117,7 +118,7 @@ def read_split(
         value, times = Counter(category[key] for category in categories).most_common(1)[0]
         if times > 1:
             raise UsageError(f"{file}: {times} categories have the {key} {value}; give each its own")
-    problems = list(_check_images(file, folder, images, image_size))
+    problems = list(_check_images(file, folder, images, least_edge))
     broken = {problem.image_id for problem in problems}
     images = [image for image in images if image.get("id") not in broken]
     sizes = {image["id"]: (image["height"], image["width"]) for image in images}
@@ -173,7 +174,7 @@ def _find(root: Path, split: str) -> tuple[Path, Path]:
     raise UsageError(f"--data {root}: no {split} split in it; needed is {wanted}")
 
 
-def _check_images(file: Path, folder: Path, images: list[dict[str, Any]], image_size: int | None) -> Iterator[Problem]:
+def _check_images(file: Path, folder: Path, images: list[dict[str, Any]], least_edge: int | None) -> Iterator[Problem]:
     from tqdm import tqdm
 
     seen = set()
@@ -182,13 +183,13 @@ def _check_images(file: Path, folder: Path, images: list[dict[str, Any]], image_
         if (
             kind := "id is missing or used twice"
             if identity is None or identity in seen
-            else _image_problem(folder, image, image_size)
+            else _image_problem(folder, image, least_edge)
         ):
             yield Problem(kind, f"{file}: image {identity} ({folder / str(image.get('file_name'))})", identity)
         seen.add(identity)
 
 
-def _image_problem(folder: Path, image: Mapping[str, Any], image_size: int | None) -> str | None:
+def _image_problem(folder: Path, image: Mapping[str, Any], least_edge: int | None) -> str | None:
     from PIL import Image
 
     if not all(isinstance(image.get(key), int) and image[key] > 0 for key in ("height", "width")):
@@ -197,6 +198,8 @@ def _image_problem(folder: Path, image: Mapping[str, Any], image_size: int | Non
         return "file_name is missing"
     try:
         with Image.open(folder / image["file_name"]) as opened:
+            if has_unknown_range(opened):
+                return UNKNOWN_RANGE
             size = opened.size[:: -1 if opened.getexif().get(_ORIENTATION, 1) > 4 else 1]
     except FileNotFoundError:
         return "no such file"
@@ -205,9 +208,8 @@ def _image_problem(folder: Path, image: Mapping[str, Any], image_size: int | Non
     expected = (image["width"], image["height"])
     if size != expected:
         return f"size differs: the file has {size[0]}x{size[1]}, the annotations {expected[0]}x{expected[1]}"
-    # Augmentation makes the longer edge half of the square, and nothing may be left of the shorter one.
-    if image_size is not None and 2 * max(size) > min(size) * image_size:
-        return f"too narrow: {size[0]}x{size[1]} for an image size of {image_size}"
+    if least_edge is not None and max(size) > min(size) * least_edge:
+        return f"too narrow: nothing is left of {size[0]}x{size[1]} where its longer edge has {least_edge} pixels"
     return None
 
 
@@ -336,7 +338,8 @@ class TrainingImages(Dataset):
         self.split, self.masks, self.augment, self.seed, self.skip_broken = split, masks, augment, seed, skip_broken
         # The padding becomes zero when it is normalised.
         fill = {Image: [round(255 * x) for x in mean], Mask: 0}
-        steps = [v2.ScaleJitter((size, size), scale_range=(0.5, 2.0) if augment else (1.0, 1.0), antialias=True)]
+        scales = (SMALLEST, 2.0) if augment else (1.0, 1.0)
+        steps = [v2.ScaleJitter((size, size), scale_range=scales, antialias=True)]
         steps += [v2.RandomCrop((size, size), pad_if_needed=True, fill=fill)]
         if augment:
             steps += [v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)]

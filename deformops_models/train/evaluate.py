@@ -90,7 +90,7 @@ def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list
         return ids
     if all(isinstance(i, int) and 0 <= i < len(names) for i in ids) and len(names) == 91:  # COCO's ids go to 90
         return [i if i in ids else None for i in range(len(names))]
-    missing = sorted(set(by_name) - set(names))
+    missing = sorted({category["name"] for category in split.categories} - set(id2label.values()))
     raise UsageError(
         f"--model {model}: it knows {len(names)} classes, but not {', '.join(missing[:3])} of {split.file}"
     )
@@ -207,14 +207,15 @@ def average_precision(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    # The evaluator sorts ids, which may be numbers and texts.
-    numbers = {split.images[i]["id"]: i for i in indices}
-    images = [{**split.images[i], "id": i} for i in numbers.values()]
+    # The evaluator sorts ids, which may be numbers and texts, and their order decides among equal scores.
+    ids = (split.images[i]["id"] for i in indices)
+    numbers = {name: k for k, name in enumerate(sorted(ids, key=lambda name: (isinstance(name, str), name)))}
+    images = [{**image, "id": numbers[image["id"]]} for image in split.images if image["id"] in numbers]
     truth, found = COCO(), COCO()
     truth.dataset = {
         "images": images,
         "categories": split.categories,
-        "annotations": _truth(split, numbers.values(), metric),
+        "annotations": _truth(split, numbers, metric),
     }
     found.dataset = {"images": images, "categories": split.categories, "annotations": []}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -230,14 +231,13 @@ def average_precision(
     return {name: 100 * float(x) if x >= 0 else None for name, x in zip(METRICS, stats, strict=True)}
 
 
-def _truth(split: Split, indices: Iterable[int], metric: str) -> list[dict[str, Any]]:
-    """Annotations with the fields that pycocotools reads, which not every data set has, and numbers as ids."""
+def _truth(split: Split, numbers: Mapping[Any, int], metric: str) -> list[dict[str, Any]]:
+    """Annotations of the images with `numbers`, with fields that pycocotools reads and not every data set has."""
     rows = []
-    for index in indices:
-        image = split.images[index]
-        for annotation in split.annotations.get(image["id"], []):
+    for image in split.images:
+        for annotation in split.annotations.get(image["id"], []) if image["id"] in numbers else ():
             row = {"iscrowd": 0, "area": annotation["bbox"][2] * annotation["bbox"][3], **annotation}
             if metric == "segm" and "area" not in annotation:
                 row["area"] = int(decode(annotation["segmentation"], image["height"], image["width"]).sum())
-            rows.append({**row, "image_id": index, "id": len(rows) + 1})
+            rows.append({**row, "image_id": numbers[image["id"]], "id": len(rows) + 1})
     return rows

@@ -28,7 +28,7 @@ from deformops_models.patching import report
 from deformops_models.predict import quiet_transformers
 from deformops_models.train import checkpoint, sharding
 from deformops_models.train.card import model_card
-from deformops_models.train.coco import Batches, Split, TrainingImages, count_problems, mix, read_split
+from deformops_models.train.coco import SMALLEST, Batches, Split, TrainingImages, count_problems, mix, read_split
 from deformops_models.train.evaluate import average_precision, detect
 from deformops_models.train.history import History
 from deformops_models.train.tasks import (
@@ -72,9 +72,10 @@ def run(args: argparse.Namespace) -> int:
     task = find_task(args.model)
     accelerator = _accelerator(args)
     out = output_folder(args.out)
-    with quiet_transformers(), checkpoint.claimed(out) if accelerator.is_main_process else nullcontext():
+    with quiet_transformers():
         try:
-            return _Training(args, task, accelerator, out).run()
+            with checkpoint.claimed(out) if accelerator.is_main_process else nullcontext():
+                return _Training(args, task, accelerator, out).run()
         except OSError as error:  # a full disk, most often
             raise UsageError(f"--out {args.out}: stopped by {error}; mend that and go on with --resume") from error
 
@@ -158,12 +159,15 @@ class _Training:
 
     def _read(self, name: str) -> Split:
         args = self.args
-        split = read_split(
-            args.data, name, masks=self.task.masks, skip_broken=args.skip_broken, image_size=args.image_size
-        )
+        scale = SMALLEST if name == "train" and args.augment else 1
+        edge = int(scale * args.image_size)
+        split = read_split(args.data, name, masks=self.task.masks, skip_broken=args.skip_broken, least_edge=edge)
         record = self._skipped_file(name)
-        before = record.read_text(encoding="utf-8").splitlines() if args.resume and record.is_file() else []
+        goes_on = args.resume and self.last.exists() and record.is_file()
+        before = record.read_text(encoding="utf-8").splitlines() if goes_on else []
         self.noted.update(before)
+        if not before and self.accelerator.is_main_process:
+            record.unlink(missing_ok=True)
         if split.problems and self.accelerator.is_main_process:
             listed = dict.fromkeys([*map(str, split.problems), *before])
             record.write_text("".join(f"{problem}\n" for problem in listed), encoding="utf-8")
@@ -316,8 +320,12 @@ class _Training:
                 if self.step % self.steps_per_epoch == 0 or (args.save_every and self.step % args.save_every == 0):
                     self._save_last()
         if main:
+            # A training that was killed may have left an older picture.
+            self.history.draw(self.out / _CURVE)
             best = f", the best AP is {self.best_score:.2f}, in {self.best}" if self.best.exists() else ""
             self._say(f"done: step {self.step} is in {self.last}{best}")
+        # A process that ends much earlier than the first one can abort in torch's own threads.
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return 0
 
