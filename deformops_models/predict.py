@@ -59,7 +59,7 @@ class Options:
     dtype: torch.dtype
 
 
-#: Raises `_UnfitError` for an image that the model's processor does not take or whose results are not finite.
+#: Raises `UnfitError` for an image that the model's processor does not take or whose results are not finite.
 Detect = Callable[["Image"], list[Prediction]]
 
 
@@ -67,8 +67,8 @@ class ImageError(UsageError):
     """What is wrong with one image; others can be used."""
 
 
-class _UnfitError(ValueError):
-    pass
+class UnfitError(ValueError):
+    """What is wrong with one image for a model, without the image's name."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _detect(detect: Detect, image: "Image", source: Path) -> list[Prediction]:
     try:
         return detect(image)
-    except _UnfitError as error:
+    except UnfitError as error:
         raise ImageError(f"{source}: {error}") from error
 
 
@@ -176,12 +176,12 @@ def _is_input(file: Path) -> bool:
     return file.suffix.lower() in _SUFFIXES and not hidden_or_ours and file.is_file()
 
 
-UNKNOWN_RANGE = "levels of 32 bits have no known range; convert it to 8 or 16"
-
-
-def has_unknown_range(image: "Image") -> bool:
-    """Whether an opened image has grey levels of 32 bits; Pillow opens 16-bit PGM files as such."""
-    return image.mode == "F" or (image.mode == "I" and image.format != "PPM")
+def range_problem(image: "Image") -> str | None:
+    """Why nobody knows which grey level of an opened image is white, or None."""
+    # Pillow opens 16-bit PGM files as if they had 32.
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+        return "levels of 32 bits have no known range; convert it to 8 or 16"
+    return None
 
 
 def read_image(path: Path, header_only: bool = False) -> "Image | None":
@@ -194,8 +194,8 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
 
     try:
         with Image.open(path) as image:
-            if has_unknown_range(image):
-                raise ValueError(UNKNOWN_RANGE)
+            if problem := range_problem(image):
+                raise ValueError(problem)
             if header_only:
                 return None
             upright = ImageOps.exif_transpose(image)
@@ -327,6 +327,14 @@ def _load_deformable_detr(name: str, options: Options) -> Detect:
     return detect
 
 
+def prepare(processor: Any, image: "Image") -> Any:
+    """Inputs out of an upstream image processor; raises `UnfitError` if it does not take the image."""
+    try:
+        return processor(images=image, return_tensors="pt")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnfitError(f"the model's image processor fails: {error}") from error
+
+
 def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, Callable]:
     """The model, and a function from an image to its processor and its outputs in float32 on the CPU."""
     require("transformers", "transformers", "timm", "safetensors", "torchvision")
@@ -335,10 +343,7 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
     model = loader.from_pretrained(name, device=device, dtype=dtype)
 
     def forward(image: "Image") -> tuple[Any, Any]:
-        try:
-            inputs = processor(images=image, return_tensors="pt")
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise _UnfitError(f"the model's image processor fails: {error}") from error
+        inputs = prepare(processor, image)
         with torch.inference_mode():
             outputs = model(inputs["pixel_values"].to(device, dtype), pixel_mask=inputs["pixel_mask"].to(device))
         for key, value in outputs.items():
@@ -358,7 +363,7 @@ def _check_finite(results: list[Tensor], options: Options) -> None:
     if not all(result.isfinite().all() for result in results):
         dtype = str(options.dtype).removeprefix("torch.")
         remedy = "" if options.dtype == torch.float32 else ": use --dtype float32"
-        raise _UnfitError(f"the model gives numbers that are not finite in {dtype} on {options.device}{remedy}")
+        raise UnfitError(f"the model gives numbers that are not finite in {dtype} on {options.device}{remedy}")
 
 
 def _load_mmdet(name: str, options: Options) -> Detect:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from deformops_models.console import UsageError
-from deformops_models.predict import UNKNOWN_RANGE, has_unknown_range, read_image
+from deformops_models.predict import range_problem, read_image
 
 #: Where a split's annotations and images lie below the data folder: `shapes`' own layout, and COCO's.
 LAYOUTS = (
@@ -198,8 +198,8 @@ def _image_problem(folder: Path, image: Mapping[str, Any], least_edge: int | Non
         return "file_name is missing"
     try:
         with Image.open(folder / image["file_name"]) as opened:
-            if has_unknown_range(opened):
-                return UNKNOWN_RANGE
+            if problem := range_problem(opened):
+                return problem
             size = opened.size[:: -1 if opened.getexif().get(_ORIENTATION, 1) > 4 else 1]
     except FileNotFoundError:
         return "no such file"

@@ -20,7 +20,7 @@ from deformops_models.backend import call_counts
 from deformops_models.console import UsageError, pick_device, require, table
 from deformops_models.hub import local_name
 from deformops_models.patching import unpatch
-from deformops_models.predict import quiet_transformers, read_image
+from deformops_models.predict import UnfitError, prepare, quiet_transformers, read_image
 from deformops_models.train.coco import Split, count_problems, decode, read_split
 from deformops_models.train.tasks import Task, find_task, has_weights, load_model, load_processor
 
@@ -109,21 +109,18 @@ class _Images(Dataset):
         from PIL import Image
 
         index, problem = self.indices[k], None
+        path = self.split.path(index)
         try:
-            image = read_image(self.split.path(index))
-            pixels = self._prepare(image)
+            image = read_image(path)
+            inputs = prepare(self.processor, image)
         except UsageError as error:
-            image, problem = Image.new("RGB", (64, 64)), error
-        # Upstream's processors can refuse a picture by any of these.
-        except (TypeError, ValueError, RuntimeError) as error:
-            reason = f"{self.split.path(index)}: the model's image processor fails: {error}"
-            image, problem = Image.new("RGB", (64, 64)), UsageError(reason)
+            problem = error
+        except UnfitError as error:
+            problem = UsageError(f"{path}: {error}")
         if problem is not None:
-            pixels = self._prepare(image)
-        return index, (image.height, image.width), pixels, problem
-
-    def _prepare(self, image: Any) -> Any:
-        return self.processor(images=image, return_tensors="pt")["pixel_values"]
+            image = Image.new("RGB", (64, 64))
+            inputs = prepare(self.processor, image)
+        return index, (image.height, image.width), inputs["pixel_values"], problem
 
 
 @torch.no_grad()  # inference mode would leave tensors in upstream's caches that training cannot use

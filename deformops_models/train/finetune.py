@@ -229,6 +229,8 @@ class _Training:
         if main:
             self.history = History(self.out / _LOG, self.step)
             scores = self.history.scores()
+            if scores:  # a training that was killed may have left an older picture
+                self.history.draw(self.out / _CURVE)
         [scores] = broadcast_object_list([scores])
         # The epoch that the checkpoint ends may have been measured after it was written, or not yet.
         self.measured = max(scores, default=0)
@@ -320,8 +322,6 @@ class _Training:
                 if self.step % self.steps_per_epoch == 0 or (args.save_every and self.step % args.save_every == 0):
                     self._save_last()
         if main:
-            # A training that was killed may have left an older picture.
-            self.history.draw(self.out / _CURVE)
             best = f", the best AP is {self.best_score:.2f}, in {self.best}" if self.best.exists() else ""
             self._say(f"done: step {self.step} is in {self.last}{best}")
         # A process that ends much earlier than the first one can abort in torch's own threads.
