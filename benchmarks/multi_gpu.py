@@ -8,6 +8,8 @@ Run from the checkout's root, once for each configuration; each takes about a mi
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --fsdp
     torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR --compile
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --compile
+    torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR --compile reduce-overhead
+    torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --compile reduce-overhead
 
 The batch is that of one GPU, so that perfect scaling is as many times the images/s as there are GPUs.
 """
@@ -28,6 +30,7 @@ from deformops_models.patching import patch
 from deformops_models.train import sharding, tasks
 
 WARM_UP, STEPS = 5, 30
+SUFFIXES = {"default": "_compiled", "reduce-overhead": "_graphs"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,7 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="mask2former_swin_t", choices=presets, help="default: %(default)s")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    way.add_argument("--compile", action="store_true", help="torch.compile the network, as `finetune` does")
+    way.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=list(SUFFIXES),
+        help="torch.compile the network, as `finetune` does; reduce-overhead makes CUDA graphs of it",
+    )
     parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
     args = parser.parse_args(arguments)
     state = PartialState(cpu=not torch.cuda.is_available())
@@ -53,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         images = len(detector.inputs["pixel_values"]) * state.num_processes
         kind = f"{'fsdp' if args.fsdp else 'ddp'}_" if state.num_processes > 1 else ""
         row = {"op": "train_step", "preset": args.preset, "distribution": "random", "dtype": "bfloat16"}
-        row["provider"] = f"ours_{kind}{state.num_processes}gpu{'_compiled' if args.compile else ''}"
+        row["provider"] = f"ours_{kind}{state.num_processes}gpu{SUFFIXES.get(args.compile, '')}"
         recorder = record.Recorder(args.out / "results.csv", record.machine(args.commit))
         step = quantiles(times)
         recorder.add(*step, **row, metric="step_ms", unit="ms")
@@ -65,13 +74,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=tasks.REGION_VARIANTS)
-def measure(detector: models.Detector, state: PartialState, fsdp: bool, compiled: bool) -> tuple[list[float], float]:
+def measure(
+    detector: models.Detector, state: PartialState, fsdp: bool, compiled: str | None
+) -> tuple[list[float], float]:
     """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
     device, cuda = state.device, state.device.type == "cuda"
     model = patch(detector.model).to(device).train()
     tasks.TASKS["Mask2Former"].share_count(model)
     if compiled:
-        tasks.compile_regions(model.model, dynamic=False)
+        tasks.compile_regions(model.model, dynamic=False, mode=compiled)
     if fsdp:
         sharding.shard(model, device)
     elif state.num_processes > 1:
@@ -83,7 +94,10 @@ def measure(detector: models.Detector, state: PartialState, fsdp: bool, compiled
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP and cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            # What compiled CUDA graphs hold was allocated when they were recorded.
+            if compiled != "reduce-overhead":
+                torch.cuda.reset_peak_memory_stats()
+        torch.compiler.cudagraph_mark_step_begin()
         lines.append(Timeline(device))
         with lines[-1].part("step"):
             with torch.autocast(device.type, torch.bfloat16):

@@ -573,7 +573,8 @@ def test_help_names_everything(capsys):
         (["--family", "all", "--compile"], "--compile: only whole detectors are compiled: name them with --model"),
         (
             ["--model", "mask2former_swin_b", "--compile", "--provider", "ours_attention"],
-            "--provider: unknown 'ours_attention': use upstream, ours, upstream_compiled, ours_compiled",
+            "--provider: unknown 'ours_attention': use upstream, ours, upstream_compiled, ours_compiled, "
+            "upstream_graphs, ours_graphs",
         ),
         (["--model", "all", "--linear"], "argument --linear: not allowed with argument --model"),
         (["--plot-only", "none.csv"], "none.csv: cannot be read: No such file or directory"),

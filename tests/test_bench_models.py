@@ -256,7 +256,7 @@ def test_compiled_inference_beside_the_eager_one(tiny, anywhere, quick_compiler,
     metrics = {who: [row["metric"] for row in rows if row["provider"] == who] for who in compiled.PROVIDERS}
     eager = ["error_logits", "kernel_calls", "inference_ms", "images_s"]
     late = ["error_logits", "kernel_calls", "compile_s", "inference_ms", "images_s"]
-    assert metrics == {"upstream": eager, "ours": eager, "upstream_compiled": late, "ours_compiled": late}
+    assert metrics == {who: late if "_" in who else eager for who in compiled.PROVIDERS}
     found = summary.medians(rows)
     case = Case("tiny_deformable_detr", "random", "bfloat16", "inference")
     for provider in compiled.PROVIDERS:
@@ -276,9 +276,7 @@ def test_compiled_training_beside_the_eager_one(tiny, anywhere, quick_compiler, 
     assert {(row["op"], row["dtype"]) for row in rows} == {("train_step", "bfloat16")}
     metrics = {who: [row["metric"] for row in rows if row["provider"] == who] for who in compiled.PROVIDERS}
     errors, times = ["error_loss", "error_grad_norm", "kernel_calls"], ["step_ms", "peak_mib", "images_s"]
-    assert metrics == {
-        who: [*errors, *(["compile_s"] if "compiled" in who else []), *times] for who in compiled.PROVIDERS
-    }
+    assert metrics == {who: [*errors, *(["compile_s"] if "_" in who else []), *times] for who in compiled.PROVIDERS}
     assert all(0 < row["median"] < 0.2 for row in rows if row["metric"].startswith("error_"))
     found = {(row["provider"], row["metric"]): row["median"] for row in rows}
     assert found["ours_compiled", "compile_s"] * 1e3 > 2 * found["ours_compiled", "step_ms"] > 0
@@ -297,7 +295,7 @@ def test_picture_and_table_of_training_and_compiled_inference(tmp_path):
     assert cells[4] == ["some_detector", "ours_compiled", "40", "4.00", "×", "50"]
     (axis,) = plot._model_pictures(recorder.rows)["models"].axes
     assert axis.get_title() == "inference, ms"
-    assert [bar.get_height() for bar in axis.patches] == [10, 20, 30, 40]
+    assert [bar.get_height() for bar in axis.patches] == [10, 20, 30, 40, 50, 60]
     for provider in steps.PROVIDERS:
         train = case | {"op": "train_step", "provider": provider}
         recorder.add(80, **train, metric="step_ms", unit="ms")
@@ -310,7 +308,7 @@ def test_picture_and_table_of_training_and_compiled_inference(tmp_path):
     assert titles == ["training step, ms", "inference, ms", "peak memory in training, GiB"]
     # What the parts do not explain is drawn too, and all of it where there are no parts.
     assert [h for bar in figure.axes[0].patches if (h := bar.get_height())] == [80, 60, 20, 60, 20]
-    assert [bar.get_height() for bar in figure.axes[1].patches] == [10, 20, 30, 40]
+    assert [bar.get_height() for bar in figure.axes[1].patches] == [10, 20, 30, 40, 50, 60]
     assert [bar.get_height() for bar in figure.axes[2].patches] == [2, 2, 2]
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert {*labels} == {*steps.PARTS, "rest", *steps.PROVIDERS, *compiled.PROVIDERS}
@@ -322,7 +320,7 @@ def test_wrong_compiled_outputs_fail_and_are_not_timed(tiny, anywhere, tmp_path,
     calls = iter(range(10))
 
     def wrong(outputs):
-        # The float32 ones, upstream, ours, upstream_compiled, ours_compiled.
+        # The float32 ones, upstream, ours, upstream_compiled, ours_compiled, and both as graphs.
         scale = 2 if next(calls) == 4 else 1
         return {name: value * scale for name, value in logits(outputs).items()}
 
@@ -332,7 +330,7 @@ def test_wrong_compiled_outputs_fail_and_are_not_timed(tiny, anywhere, tmp_path,
     assert "FAILED: tiny_deformable_detr ours_compiled: logits is off by 1.0e+00, " in capsys.readouterr().out
     rows = record.read(tmp_path / "results.csv")
     timed = [row["provider"] for row in rows if row["metric"] == "inference_ms"]
-    assert sorted(timed) == ["ours", "upstream", "upstream_compiled"]
+    assert sorted(timed) == ["ours", "ours_graphs", "upstream", "upstream_compiled", "upstream_graphs"]
 
 
 def test_only_what_is_asked_for_is_compiled(tiny, tmp_path, monkeypatch):
@@ -362,7 +360,7 @@ def test_what_cannot_be_compiled_is_named(tiny, tmp_path, monkeypatch):
     failed = list(compiled.measure_inference("tiny", "", cpu_bench(tiny_deformable_detr), recorder, compiled.PROVIDERS))
     assert [line.partition(" no such instruction")[0] for line in failed] == ["upstream_compiled: Unsupported:"]
     timed = [row["provider"] for row in recorder.rows if row["metric"] == "inference_ms"]
-    assert timed == ["upstream", "ours", "ours_compiled"]
+    assert timed == ["upstream", "ours", "ours_compiled", "upstream_graphs", "ours_graphs"]
 
 
 def test_logits_are_found_by_name_or_place():

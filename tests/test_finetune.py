@@ -729,6 +729,12 @@ def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr
         (["--device", "tpu"], "--device tpu: use cpu or cuda"),
         (["--bf16"], "not allowed with argument"),
         (["--fsdp", "--compile"], "--fsdp: it does not go with --compile"),
+        (["--compile", "reduce-overhead", "--accumulate", 2], "--accumulate 2: CUDA graphs keep one batch's gradients"),
+        (
+            ["--compile", "reduce-overhead", "--gradient-checkpointing"],
+            "--gradient-checkpointing: it does not go with CUDA graphs; use --compile",
+        ),
+        (["--compile", "fast"], "argument --compile: invalid choice: 'fast'"),
     ],
 )
 def test_arguments_are_checked_before_anything_runs(options, message, mask2former, data, tmp_path, capsys):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from helpers import Problem, assert_within_budget, relative_error
+from training import SIZE, losses, write_deformable_detr
 
 import deformops_models as dm
+from deformops_models.cli import main
 
 pytestmark = pytest.mark.gpu
 
@@ -195,3 +197,33 @@ def test_an_operand_on_another_device_is_an_error():
         leaves[i] = leaves[i].cpu()
         with pytest.raises(ValueError, match=f"{name} is on cpu but value is on cuda:0: move it there"):
             step(problem, leaves, problem.grad.float().cuda())
+
+
+def test_a_training_with_cuda_graphs_is_the_same_training(tmp_path, monkeypatch):
+    """Two epochs, each measured eagerly in between, so that graphs are also replayed after other work."""
+    for module in ("transformers", "torchvision", "pycocotools", "accelerate", "matplotlib", "psutil"):
+        pytest.importorskip(module)
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    assert main(["shapes", "--out", str(tmp_path / "data"), "--images", "16", "--size", str(SIZE), "--seed", "4"]) == 0
+    model = write_deformable_detr(tmp_path / "model")
+    chosen = ["finetune", "--model", model, "--data", tmp_path / "data", "--fp32", "--workers", 0]
+    chosen += ["--image-size", SIZE, "--epochs", 2, "--lr", 3e-4, "--no-augment"]
+    assert main([*map(str, chosen), "--out", str(tmp_path / "eager")]) == 0
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    recorded, record = [], CUDAGraphTreeManager.record_function
+
+    def recording(self, inputs, function):
+        recorded.append(len(losses(tmp_path / "graphs")))
+        return record(self, inputs, function)
+
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", recording)
+    assert main([*map(str, chosen), "--out", str(tmp_path / "graphs"), "--compile", "reduce-overhead"]) == 0
+    # Each in the first epoch: later ones only replay.
+    assert len(recorded) > 10 and max(recorded) < 4
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    eager, graphs = losses(tmp_path / "eager"), losses(tmp_path / "graphs")
+    assert len(eager) == len(graphs) == 8
+    for ours, theirs in zip(graphs, eager, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3)

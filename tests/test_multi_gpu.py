@@ -328,10 +328,12 @@ def assert_same_curve(actual, one_gpu) -> None:
 SHARDED = pytest.mark.parametrize("sharded", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 
 
-@SHARDED
-def test_two_gpus_train_as_one(sharded, folder, one_gpu, tmp_path):
-    printed = finished(*arguments(folder, tmp_path, "--batch-size", 2, *sharded), processes=2)
-    said = f"2 process(es){' with FSDP' if sharded else ''}, bf16 on cuda:0"
+@pytest.mark.parametrize(
+    "way", [(), ("--fsdp",), ("--compile", "reduce-overhead")], ids=["ddp", "fsdp", "ddp-cuda-graphs"]
+)
+def test_two_gpus_train_as_one(way, folder, one_gpu, tmp_path):
+    printed = finished(*arguments(folder, tmp_path, "--batch-size", 2, *way), processes=2)
+    said = f"2 process(es){' with FSDP' if '--fsdp' in way else ''}, bf16 on cuda:0"
     assert said in printed and printed.count("done: step 8") == 1
     assert_same_curve(losses(tmp_path), one_gpu)
 

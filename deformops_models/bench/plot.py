@@ -27,6 +27,8 @@ _COLORS = {
     "ours_attention": "#7cc4a4",
     "upstream_compiled": "#4b4f57",
     "ours_compiled": "#4f6db3",
+    "upstream_graphs": "#2b2e33",
+    "ours_graphs": "#7a5ba8",
 }
 _PART_COLORS = dict(
     zip(
@@ -39,6 +41,7 @@ _PART_COLORS = dict(
 _SHORT = {
     "upstream": "upstream", "ours_attention": "attention\nonly", "ours": "ours",
     "upstream_compiled": "upstream\ncompiled", "ours_compiled": "ours\ncompiled",
+    "upstream_graphs": "upstream\ngraphs", "ours_graphs": "ours\ngraphs",
 }  # fmt: skip
 #: Op, metric, and how many of its units make the title's.
 _PANELS = {

@@ -343,7 +343,9 @@ class Bench:
             call()
         if cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            # What compiled CUDA graphs hold was allocated when they were recorded.
+            if not torch._inductor.config.triton.cudagraphs:
+                torch.cuda.reset_peak_memory_stats()
         lines = [call() for _ in range(calls)]
         times = [line.times() for line in lines]
         peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0

@@ -113,6 +113,12 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         raise UsageError("accelerate is set to FSDP: launch with --multi_gpu in its place, and give finetune --fsdp")
     if args.fsdp and args.compile:
         raise UsageError("--fsdp: it does not go with --compile; leave one of them out")
+    if args.compile == "reduce-overhead":
+        # A graph overwrites its gradients when it runs again, and torch adds to them silently in its own memory.
+        if args.accumulate > 1:
+            raise UsageError(f"--accumulate {args.accumulate}: CUDA graphs keep one batch's gradients; use --compile")
+        if args.gradient_checkpointing:
+            raise UsageError("--gradient-checkpointing: it does not go with CUDA graphs; use --compile")
     cpu = args.device == "cpu" or not torch.cuda.is_available()
     if cpu and args.device == "cuda":
         raise UsageError("--device cuda: no CUDA GPU can be used here; leave --device out or use --device cpu")
@@ -277,7 +283,7 @@ class _Training:
         if args.gradient_checkpointing:
             checkpoint_activations(model)
         if args.compile:
-            compile_regions(model.model, dynamic=False)
+            compile_regions(model.model, dynamic=False, mode=args.compile)
         self.task.share_count(model)
         if self.sharded:
             sharding.shard(model, self.accelerator.device)
@@ -394,6 +400,8 @@ class _Training:
         self.model.train()
         if self.frozen is not None:
             self.frozen.eval()
+        if self.args.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
         total = torch.zeros((), device=accelerator.device)
         paths: list[str] = []
         for _ in range(self.args.accumulate):
