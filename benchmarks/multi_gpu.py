@@ -87,7 +87,9 @@ def measure(
         sharding.shard(model, device)
     elif state.num_processes > 1:
         # As `finetune` does: Swin as a backbone has a last norm that nothing reads.
-        model = DistributedDataParallel(model, [device.index] if cuda else None, find_unused_parameters=True)
+        model = DistributedDataParallel(
+            model, [device.index] if cuda else None, find_unused_parameters=True, gradient_as_bucket_view=True
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
     inputs, targets = models.on(device, detector.inputs), models.on(device, detector.targets)
     lines = []

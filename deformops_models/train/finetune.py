@@ -128,7 +128,7 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         raise UsageError(f"--bf16: {name} has no bfloat16 of its own, only an emulation that is slow; use --fp32")
     half = native if args.bf16 is None else args.bf16
     # Swin as a backbone has a last norm that nothing reads.
-    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="bf16" if half else "no",
