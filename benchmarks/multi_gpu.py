@@ -80,13 +80,15 @@ def measure(
     """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
     device, cuda = state.device, state.device.type == "cuda"
     model = patch(detector.model).to(device).train()
-    tasks.TASKS["Mask2Former"].share_count(model)
+    task = tasks.TASKS["Mask2Former"]
+    task.share_count(model)
+    tasks.freeze_unread(model, task)
     if compiled:
         tasks.compile_regions(model.model, dynamic=False, mode=compiled)
     if fsdp:
         sharding.shard(model, device)
     elif state.num_processes > 1:
-        # As `finetune` does: Swin as a backbone has a last norm that nothing reads.
+        # As `finetune` does.
         model = DistributedDataParallel(
             model, [device.index] if cuda else None, find_unused_parameters=True, gradient_as_bucket_view=True
         )

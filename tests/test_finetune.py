@@ -349,6 +349,25 @@ def test_layers_that_are_alike_are_compiled_once():
 
 
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
+@pytest.mark.parametrize("objects", [0, 2])
+def test_all_that_is_trained_has_a_gradient(objects, name, request):
+    """Else DDP waits for the device in every step."""
+    folder = str(request.getfixturevalue(name))
+    task = tasks.find_task(folder)
+    model = tasks.load_model(task, folder, None).train()
+    tasks.freeze_unread(model, task)
+    found = {
+        "labels": torch.zeros(objects, dtype=torch.long),
+        "masks": torch.ones(objects, SIZE, SIZE),
+        "boxes": torch.tensor([9.0, 9.0, 50.0, 50.0]).expand(objects, 4),
+    }
+    model(pixel_values=torch.randn(1, 3, SIZE, SIZE), **task.targets(found, [objects], SIZE)).loss.backward()
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    still = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert len(still) == (2 if name == "mask2former" else 0), still
+
+
+@pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
 def test_parameter_groups_are_found_by_name_in_patched_models(name, request):
     folder = request.getfixturevalue(name)
     task = tasks.find_task(str(folder))

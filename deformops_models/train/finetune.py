@@ -37,6 +37,7 @@ from deformops_models.train.tasks import (
     checkpoint_activations,
     compile_regions,
     find_task,
+    freeze_unread,
     has_weights,
     load_model,
     load_processor,
@@ -127,7 +128,7 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         name = torch.cuda.get_device_name()
         raise UsageError(f"--bf16: {name} has no bfloat16 of its own, only an emulation that is slow; use --fp32")
     half = native if args.bf16 is None else args.bf16
-    # Swin as a backbone has a last norm that nothing reads.
+    # A model with dropout may drop whole layers.
     ddp = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
     accelerator = Accelerator(
         cpu=cpu,
@@ -291,6 +292,7 @@ class _Training:
                 sharding.shard(self.average.module, self.accelerator.device)
         groups = parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
         optimizer = torch.optim.AdamW(groups, fused=self.accelerator.device.type == "cuda")
+        freeze_unread(model, self.task)
         self.core = model
         self.optimizer = self.accelerator.prepare(optimizer)
         self.model = model if self.sharded else self.accelerator.prepare(model)

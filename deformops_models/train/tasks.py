@@ -44,6 +44,8 @@ class Task:
     backbone: str
     #: Parts of the names of what has an entry for each class.
     classifier: tuple[str, ...]
+    #: Parts of the names of what upstream has and never reads.
+    unread: tuple[str, ...]
     masks: bool
     #: Makes a model's loss the same for any number of processes.
     share_count: Callable[[nn.Module], None]
@@ -264,6 +266,13 @@ def parameter_groups(
     return [{"params": ps, "lr": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
 
 
+def freeze_unread(model: nn.Module, task: Task) -> None:
+    """Asks for no gradient of what upstream never reads: after a step without one DDP waits for the device."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in task.unread):
+            parameter.requires_grad_(False)
+
+
 def _mask2former_targets(objects: Mapping[str, Tensor], counts: list[int], size: int) -> dict[str, Any]:
     # Masks come in a byte per pixel.
     return {
@@ -314,6 +323,7 @@ TASKS = {
         loader=hub.Mask2Former,
         backbone="model.pixel_level_module.encoder.",
         classifier=("class_predictor.", "criterion.empty_weight"),
+        unread=(".swin.layernorm.",),  # the last norm of a Swin that is a backbone
         masks=True,
         share_count=_mask2former_share_count,
         targets=_mask2former_targets,
@@ -323,6 +333,7 @@ TASKS = {
         loader=hub.DeformableDETR,
         backbone="model.backbone.",
         classifier=("class_embed.",),
+        unread=(),
         masks=False,
         share_count=_detr_share_count,
         targets=_detr_targets,
