@@ -188,8 +188,7 @@ def _add_training(commands: Any) -> None:
         nargs="?",
         const="default",
         choices=("default", "reduce-overhead"),
-        help="torch.compile the layers of the model, not its loss; reduce-overhead makes CUDA graphs of them: faster "
-        "still, for more memory",
+        help="torch.compile the layers of the model, not its loss; reduce-overhead also makes CUDA graphs of them",
     )
     command.add_argument("--gradient-checkpointing", action="store_true", help="less memory, more time")
     command.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="default: after each epoch only")
