@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="inference",
         choices=("inference", "training"),
-        help="with --model: only inference, or only training steps, with and without torch.compile",
+        help="with --model: only inference, or only training steps, eager, compiled, and compiled as CUDA graphs",
     )
     command.add_argument("--dtype", nargs="+", metavar="NAME", default=[], help=f"{', '.join(DTYPES)}, autocast")
     command.add_argument("--distribution", nargs="+", metavar="NAME", default=[], help="of locations: local, uniform")

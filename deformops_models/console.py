@@ -87,12 +87,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        open_as_others(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_as_others(file: Path) -> None:
+    """Gives the file the permissions of any other new one; temporary ones and safetensors' are the owner's alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def clear_left_overs(path: Path) -> None:

@@ -218,7 +218,7 @@ def test_sharded_mask2former_of_which_one_process_has_no_objects(data, tmp_path)
 
 def test_a_model_that_drops_layers_is_not_sharded(mask2former):
     model = tasks.load_model(tasks.TASKS["Mask2Former"], str(mask2former), None)
-    with pytest.raises(UsageError, match="--fsdp: the model drops whole layers at the rate 0.1, each process others"):
+    with pytest.raises(UsageError, match="--fsdp: the model drops whole layers at the rate 0.1; set dropout to 0"):
         sharding.shard(model, torch.device("cpu"))
 
 
@@ -399,6 +399,16 @@ def test_tiny_config_fits_six_megabytes():
 def _write(folder, text):
     with checkpoint.whole_folder(folder) as new:
         (new / "file").write_text(text)
+
+
+def test_weights_are_as_readable_as_any_file(deformable_detr, tmp_path):
+    model = transformers.DeformableDetrForObjectDetection.from_pretrained(deformable_detr)
+    processor = transformers.DeformableDetrImageProcessor.from_pretrained(deformable_detr)
+    checkpoint.save(tmp_path / "saved", model, processor)
+    (tmp_path / "plain").touch()
+    expected = (tmp_path / "plain").stat().st_mode
+    found = {file.name: file.stat().st_mode for file in (tmp_path / "saved").iterdir()}
+    assert "model.safetensors" in found and set(found.values()) == {expected}
 
 
 def test_folder_is_replaced_whole_or_not_at_all(tmp_path):
@@ -748,11 +758,12 @@ def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr
         (["--device", "tpu"], "--device tpu: use cpu or cuda"),
         (["--bf16"], "not allowed with argument"),
         (["--fsdp", "--compile"], "--fsdp: it does not go with --compile"),
-        (["--compile", "reduce-overhead", "--accumulate", 2], "--accumulate 2: CUDA graphs keep one batch's gradients"),
+        (["--compile", "reduce-overhead", "--accumulate", 2], "--accumulate 2: the CUDA graphs of "),
         (
             ["--compile", "reduce-overhead", "--gradient-checkpointing"],
-            "--gradient-checkpointing: it does not go with CUDA graphs; use --compile",
+            "--gradient-checkpointing: it does not go with --compile reduce-overhead; use --compile alone",
         ),
+        (["--compile", "reduce-overhead"], "--compile reduce-overhead: CUDA graphs need a CUDA GPU; use --compile"),
         (["--compile", "fast"], "argument --compile: invalid choice: 'fast'"),
     ],
 )

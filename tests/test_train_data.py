@@ -206,6 +206,7 @@ BROKEN = {
     "run lengths are missing": _rle("zzzzz~~"),
     "run lengths do not add up": _rle("ooo0"),
     "area is zero: empty run lengths": _rle([None]),
+    "area is zero: polygons without a pixel": _first(segmentation=[[1, 1, 1, 1, 1, 1], [-9, 0, -1, 0, -1, 9]]),
     "area is not a finite number: 12": _first(area="12"),
     "area is not a finite number: nan": _first(area=float("nan")),
     "area is not a finite number: 1000": _first(area=10**400),
@@ -214,6 +215,8 @@ BROKEN = {
     "iscrowd is neither 0 nor 1: None": _first(iscrowd=None),
     "area is not a finite number: None": _first(area=None),
     "no such file": _image(file_name="gone.jpg"),
+    "not a readable image: embedded null byte": _image(file_name="a\0b.jpg"),
+    r"\ud800.jpg): not a readable image": _image(file_name="\ud800.jpg"),
     "file_name is missing": _image(file_name=None),
     "/5): file_name is missing": _image(file_name=5),
     "size differs: the file has": _image(width=63, height=62),
@@ -279,6 +282,7 @@ def test_unreadable_json_and_missing_folders(broken, tmp_path):
     rows = '{"images": %s, "annotations": %s, "categories": []}'
     for content, message in (
         ("{", "not COCO's format"),
+        ("[" * 10**5, "not COCO's format: RecursionError"),
         ('{"images": []}', "not COCO's format: KeyError"),
         (rows % ("null", "[]"), "images is None, not a list"),
         (rows % ('["a"]', "[]"), "images holds a, not an object"),
@@ -292,6 +296,7 @@ def test_unreadable_json_and_missing_folders(broken, tmp_path):
     rows = '{"images": [], "annotations": [], "categories": [%s]}'
     for categories, message in (
         ("", "it names no category"),
+        (r'{"id": 1, "name": "\ud800"}', "not COCO's format: UnicodeEncodeError"),
         ('{"id": 1, "name": "a"}, {"id": 1, "name": "b"}', "2 categories have the id 1; give each its own"),
         ('{"id": 1, "name": "a"}, {"id": 2, "name": "a"}', "2 categories have the name a; give each its own"),
     ):

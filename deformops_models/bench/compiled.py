@@ -140,6 +140,7 @@ def _compiling(
     def compiling(way: str) -> Iterator[None]:
         # What was compiled for other classes of these modules counts towards Dynamo's limit.
         torch._dynamo.reset()
+        steps.forget()
         regions = compiler(module, backend=backend, dynamic=False)
         try:
             with (

@@ -255,11 +255,15 @@ class Bench:
         return {"loss": loss.item(), "grad_norm": torch.stack(norms).norm().item()}
 
     def loss(self, half: bool = True) -> Tensor:
+        if _as_graphs():
+            torch.compiler.cudagraph_mark_step_begin()
         with self.autocast(half):
             return self.detector.loss(self.model, self.inputs, self.targets)
 
     def infer(self, half: bool = True) -> object:
         """The outputs."""
+        if _as_graphs():
+            torch.compiler.cudagraph_mark_step_begin()
         # Inference mode would leave tensors in upstream's caches that training cannot use.
         with torch.no_grad(), self.autocast(half):
             return self.detector.infer(self.model, self.inputs)
@@ -343,13 +347,18 @@ class Bench:
             call()
         if cuda:
             torch.cuda.synchronize()
-            # What compiled CUDA graphs hold was allocated when they were recorded.
-            if not torch._inductor.config.triton.cudagraphs:
+            # What CUDA graphs hold was allocated when they were recorded, which belongs to their peak.
+            if not _as_graphs():
                 torch.cuda.reset_peak_memory_stats()
         lines = [call() for _ in range(calls)]
         times = [line.times() for line in lines]
         peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
         return [sample | {"peak": peak} for sample in times]
+
+
+def _as_graphs() -> bool:
+    """Whether what is compiled becomes CUDA graphs."""
+    return torch._inductor.config.triton.cudagraphs
 
 
 def summarized(samples: Sequence[Sample]) -> dict[str, Quantiles]:
@@ -375,6 +384,8 @@ def too_far(errors: Mapping[str, float], allowed: Mapping[str, float]) -> str | 
 
 
 def forget() -> None:
+    """Frees what nothing refers to, and lets the peak of memory begin anew."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

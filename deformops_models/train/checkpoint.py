@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deformops_models.console import UsageError
+from deformops_models.console import UsageError, open_as_others
 
 #: In a checkpoint folder, beside upstream's own files.
 STATE = "training_state.pt"
@@ -32,6 +32,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         yield new
         for file in new.iterdir():
+            open_as_others(file)
             with file.open("rb+") as opened:
                 os.fsync(opened.fileno())
         if folder.exists():

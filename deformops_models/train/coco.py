@@ -108,9 +108,10 @@ def read_split(
         _check_rows("annotations", annotations, "image_id", "category_id")
         _check_rows("categories", categories, "id")
         categories = sorted(({"id": c["id"], "name": str(c["name"])} for c in categories), key=lambda c: c["id"])
+        "".join(c["name"] for c in categories).encode()  # half a character can be written nowhere
     except OSError as error:
         raise UsageError(f"{file}: cannot read it: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{file}: not COCO's format: {type(error).__name__} {error}") from None
     if not categories:
         raise UsageError(f"{file}: it names no category")
@@ -185,7 +186,8 @@ def _check_images(file: Path, folder: Path, images: list[dict[str, Any]], least_
             if identity is None or identity in seen
             else _image_problem(folder, image, least_edge)
         ):
-            yield Problem(kind, f"{file}: image {identity} ({folder / str(image.get('file_name'))})", identity)
+            path = str(folder / str(image.get("file_name"))).encode(errors="backslashreplace").decode()
+            yield Problem(kind, f"{file}: image {identity} ({path})", identity)
         seen.add(identity)
 
 
@@ -203,7 +205,7 @@ def _image_problem(folder: Path, image: Mapping[str, Any], least_edge: int | Non
             size = opened.size[:: -1 if opened.getexif().get(_ORIENTATION, 1) > 4 else 1]
     except FileNotFoundError:
         return "no such file"
-    except (OSError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         return f"not a readable image: {error}"
     expected = (image["width"], image["height"])
     if size != expected:
@@ -247,7 +249,10 @@ def _segmentation_problem(segmentation: Any, height: int, width: int) -> str | N
     if not segmentation:
         return "segmentation is missing"
     if isinstance(segmentation, list):
-        return next((problem for p in segmentation if (problem := _polygon_problem(p, height, width))), None)
+        problem = next((problem for p in segmentation if (problem := _polygon_problem(p, height, width))), None)
+        if problem or not all(_is_thin_or_outside(p, height, width) for p in segmentation):
+            return problem
+        return None if decode(segmentation, height, width).any() else "area is zero: polygons without a pixel"
     if not isinstance(segmentation, dict) or segmentation.get("size") != [height, width]:
         return f"run lengths are not of the image's size: {width}x{height}"
     counts = segmentation.get("counts")
@@ -268,6 +273,15 @@ def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
         if min(along) < -size or max(along) > 2 * size:
             return f"polygon is far outside the image: {name} from {min(along)} to {max(along)} in {width}x{height}"
     return None
+
+
+def _is_thin_or_outside(polygon: list[float], height: int, width: int) -> bool:
+    """Whether it can be without a pixel; crossed edges can make it look thin."""
+    x, y = polygon[::2], polygon[1::2]
+    area = abs(sum(x[i - 1] * y[i] - x[i] * y[i - 1] for i in range(len(x)))) / 2
+    longest = max(max(x) - min(x), max(y) - min(y))
+    outside = max(x) < 1 or max(y) < 1 or min(x) > width - 1 or min(y) > height - 1
+    return outside or area <= longest
 
 
 def _run_lengths(text: str) -> list[int] | None:

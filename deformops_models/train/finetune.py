@@ -34,6 +34,7 @@ from deformops_models.train.history import History
 from deformops_models.train.tasks import (
     REGION_VARIANTS,
     Task,
+    check_keeps_layers,
     checkpoint_activations,
     compile_regions,
     find_task,
@@ -117,10 +118,17 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
     if args.compile == "reduce-overhead":
         # A graph overwrites its gradients when it runs again, and torch adds to them silently in its own memory.
         if args.accumulate > 1:
-            raise UsageError(f"--accumulate {args.accumulate}: CUDA graphs keep one batch's gradients; use --compile")
+            raise UsageError(
+                f"--accumulate {args.accumulate}: the CUDA graphs of --compile reduce-overhead keep one batch's "
+                "gradients; use --compile alone"
+            )
         if args.gradient_checkpointing:
-            raise UsageError("--gradient-checkpointing: it does not go with CUDA graphs; use --compile")
+            raise UsageError(
+                "--gradient-checkpointing: it does not go with --compile reduce-overhead; use --compile alone"
+            )
     cpu = args.device == "cpu" or not torch.cuda.is_available()
+    if cpu and args.compile == "reduce-overhead":
+        raise UsageError("--compile reduce-overhead: CUDA graphs need a CUDA GPU; use --compile")
     if cpu and args.device == "cuda":
         raise UsageError("--device cuda: no CUDA GPU can be used here; leave --device out or use --device cpu")
     native = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -283,6 +291,9 @@ class _Training:
             self.frozen.requires_grad_(False)
         if args.gradient_checkpointing:
             checkpoint_activations(model)
+        if args.compile == "reduce-overhead":
+            # Every set of layers would be recorded as graphs of its own.
+            check_keeps_layers(model, f"--compile {args.compile}")
         if args.compile:
             compile_regions(model.model, dynamic=False, mode=args.compile)
         self.task.share_count(model)

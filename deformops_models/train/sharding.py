@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from deformops_models.console import UsageError
-from deformops_models.train.tasks import innermost_layers
+from deformops_models.train.tasks import check_keeps_layers, innermost_layers
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
@@ -26,13 +25,10 @@ def shard(model: nn.Module, device: torch.device) -> None:
         device: of this process, and its current one.
 
     Raises:
-        UsageError: the model drops whole layers, which processes would then not gather together.
+        UsageError: the model drops whole layers.
     """
-    if rate := max(getattr(module, "layerdrop", 0.0) for module in model.modules()):
-        raise UsageError(
-            f"--fsdp: the model drops whole layers at the rate {rate}, each process others; set dropout to 0 in its "
-            "config, or leave --fsdp out"
-        )
+    # Processes would not gather the same layers together.
+    check_keeps_layers(model, "--fsdp")
     # Upstream returns parts of a tensor, which nobody changes in place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor")
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))

@@ -266,6 +266,15 @@ def parameter_groups(
     return [{"params": ps, "lr": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
 
 
+def check_keeps_layers(model: nn.Module, option: str) -> None:
+    """Raises UsageError, naming the option, if the model drops whole layers in training, each process others."""
+    if rate := max(getattr(module, "layerdrop", 0.0) for module in model.modules()):
+        raise UsageError(
+            f"{option}: the model drops whole layers at the rate {rate}; set dropout to 0 in its config, or leave "
+            f"{option} out"
+        )
+
+
 def freeze_unread(model: nn.Module, task: Task) -> None:
     """Asks for no gradient of what upstream never reads: after a step without one DDP waits for the device."""
     for name, parameter in model.named_parameters():
