@@ -145,6 +145,8 @@ def _run(
         return reference.msda(
             value, sizes, first_rows, boxes, points, weights, counts, softmax=softmax, offset_scale=offset_scale
         )
+    if not torch.compiler.is_compiling():
+        ops.refuse_transforms()
     # The backward pass cannot ask what a copy of the tensors holds, nor a tensor in a graph.
     sizes = None
     if not isinstance(shapes, Tensor):

@@ -148,7 +148,8 @@ _learned = WeakTensorKeyDictionary()
 def learn(*tensors: Tensor | None) -> None:
     """Begins to copy small device tensors here, without waiting; `known_sizes` looks at them later."""
     for tensor in tensors:
-        if tensor is None or not tensor.is_cuda or tensor.is_inference() or tensor.data_ptr() in _numbers:
+        # A tracer's stand-in has no numbers.
+        if type(tensor) is not Tensor or not tensor.is_cuda or tensor.is_inference() or tensor.data_ptr() in _numbers:
             continue
         if tensor in _learned and _learned[tensor][0] == tensor._version:
             continue

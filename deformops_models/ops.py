@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd import forward_ad
 
 from deformops_models import layout
 from deformops_models import reference as plain
@@ -164,14 +165,18 @@ def _backward_cpu(*arguments):
         return _backward(*arguments)
     grad, value, shapes, starts, reference, points, weights, *options, _, _, _, need_value, need_reference = arguments
 
-    def run(value, points, weights, reference=reference):
-        return _plain(value, shapes, starts, reference, points, weights, *options)
-
-    # The dispatcher has switched autograd off in here; `vjp` brings its own.
-    wanted = [value, points, weights] + ([reference] if need_reference else [])
-    grad_value, grad_points, grad_weights, *rest = torch.func.vjp(run, *wanted)[1](grad)
+    leaves = [None if t is None else t.detach() for t in (value, reference, points, weights)]
+    wanted = [leaf for leaf, needed in zip(leaves, (need_value, need_reference, True, True), strict=True) if needed]
+    for leaf in wanted:
+        leaf.requires_grad_()
+    value, reference, points, weights = leaves
+    # The dispatcher has switched autograd off in here.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        output = _plain(value, shapes, starts, reference, points, weights, *options)
+        gradients = [g.contiguous() for g in torch.autograd.grad(output, wanted, grad)]
     none = value.new_empty(0)
-    return (grad_value if need_value else none, rest[0] if rest else none.clone(), grad_points, grad_weights)
+    grad_value = gradients.pop(0) if need_value else none
+    return (grad_value, gradients.pop(0) if need_reference else none.clone(), *gradients)
 
 
 _LIBRARY.impl("msda_forward", _forward, "CUDA")
@@ -240,7 +245,6 @@ def _refuse(ctx, *grads):
     raise NotImplementedError("the kernels have no second derivative: pass backend='eager' for double backward")
 
 
-torch.library.register_autograd("deformops_models::msda_forward", _differentiate, setup_context=_save, lib=_LIBRARY)
 torch.library.register_autograd("deformops_models::msda_backward", _refuse, lib=_LIBRARY)
 
 
@@ -259,6 +263,7 @@ def _call(operator, *arguments):
     alone = (
         (operator, device) in _IMPLEMENTATIONS
         and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
         and not torch.autograd._profiler_enabled()
         and all(type(t) in _TENSORS for t in arguments if isinstance(t, Tensor))
@@ -273,8 +278,6 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class _Differentiable(torch.autograd.Function):
-    """What `register_autograd` makes of the same functions, at a quarter of its host time per call."""
-
     @staticmethod
     def forward(ctx, *arguments):
         layout.learn(*arguments[1:3])
@@ -285,16 +288,32 @@ class _Differentiable(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
-def msda(value, shapes, starts, reference, points, weights, *options) -> Tensor:
-    """Calls `msda_forward` by the shortest way: the operator's own autograd is for tracers and direct calls."""
-    arguments = (value, shapes, starts, reference, points, weights, *options)
-    if torch.compiler.is_compiling():
-        return msda_forward(*arguments)
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+def refuse_transforms() -> None:
+    """Raises NotImplementedError within a transform of `torch.func` or a level of forward-mode derivatives."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise NotImplementedError(
             "the kernels have no vmap, torch.func transforms or forward-mode derivatives: pass backend='eager'"
         )
+
+
+def _autograd(value, shapes, starts, reference, points, weights, *options) -> Tensor:
+    arguments = (value, shapes, starts, reference, points, weights, *options)
     operands = (value, points, weights) if reference is None else (value, reference, points, weights)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _Differentiable.apply(*arguments)
-    return _call(msda_forward, *arguments)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in operands):
+        refuse_transforms()
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
+        return _call(msda_forward, *arguments)
+    # `torch.func.grad` and what is made of it.
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms()
+    return _Differentiable.apply(*arguments)
+
+
+# `register_autograd` would leave out the tangents of forward-mode derivatives without a word.
+_LIBRARY.impl("msda_forward", _autograd, "Autograd")
+
+
+def msda(value, shapes, starts, reference, points, weights, *options) -> Tensor:
+    """Calls `msda_forward` by the shortest way, at a quarter of the dispatcher's host time."""
+    arguments = (value, shapes, starts, reference, points, weights, *options)
+    return (msda_forward if torch.compiler.is_compiling() else _autograd)(*arguments)

@@ -100,11 +100,16 @@ class _HungarianMatcher(PatchedModule):
         return self.cost_mask * cross_entropy + self.cost_class * classes + self.cost_dice * dice
 
 
+#: Methods of upstream's loss that the patched one does without.
+_LOSS_STEPS = ("loss_labels", "loss_masks", "sample_points_using_uncertainty", "_pad_images_to_max_in_batch")
+
+
 class _Mask2FormerLoss(PatchedModule):
     def forward(
         self, masks_queries_logits, class_queries_logits, mask_labels, class_labels, auxiliary_predictions=None
     ):
-        if not _matches_one_to_one(self.matcher):
+        # Someone may have given this instance other methods, or another matcher, since it was patched.
+        if not vars(self).keys().isdisjoint(_LOSS_STEPS) or not _matches_one_to_one(self.matcher):
             return super().forward(
                 masks_queries_logits, class_queries_logits, mask_labels, class_labels, auxiliary_predictions
             )
@@ -377,7 +382,7 @@ FAMILIES = (
         _Mask2FormerLoss,
         (*_PREDICTIONS, "auxiliary_predictions"),
         "loss",
-        ("loss_labels", "loss_masks", "sample_points_using_uncertainty", "_pad_images_to_max_in_batch"),
+        _LOSS_STEPS,
     ),
     Family(
         *_MASK2FORMER,

@@ -17,7 +17,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import deformops_models as dm
-from deformops_models import ops
+from deformops_models import layout, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,6 +92,13 @@ def test_the_operators_run_on_a_cpu_without_the_interpreter():
             expected = torch.autograd.grad(plain, wanted, torch.ones_like(output))
             torch.testing.assert_close(output, plain)
             torch.testing.assert_close(grads, expected)
+            with torch.autograd.graph.save_on_cpu():
+                saved = torch.autograd.grad(ops.msda_forward(*forward), wanted, torch.ones_like(output))
+            torch.testing.assert_close(saved, expected)
+            detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in forward]
+            for need_value in (True, False):
+                needs = (need_value, coordinates > 0)
+                opcheck(ops.msda_backward, (torch.randn_like(output), *detached, *needs))
         print("fine")
     """
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
@@ -655,24 +662,53 @@ def test_resolve_outside_the_interpreter():
     ], run.stderr[-2000:]
 
 
-def test_transforms_of_functions_are_refused(device):
-    problem = Problem.random(batch=1, queries=2, heads=1)
-    value, reference, points, weights = (t.float().to(device) for t in problem.operands().values())
+TRANSFORMS = {
+    "jvp": lambda run, value: torch.func.jvp(run, (value,), (value,)),
+    "grad": lambda run, value: torch.func.grad(lambda v: run(v).sum())(value),
+    "vmap": lambda run, value: torch.func.vmap(run)(value[None]),
+    "functionalize": lambda run, value: torch.func.functionalize(run)(value),
+}
 
-    def run(v):
-        return dm.deformable_attention(
-            v, problem.sizes, None, reference, points, weights, num_points=problem.num_points, backend="triton"
-        )
 
-    for transform in (
-        lambda: torch.func.jvp(run, (value,), (value,)),
-        lambda: torch.func.grad(lambda v: run(v).sum())(value),
-        lambda: torch.func.vmap(run)(value[None]),
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_functions_are_refused_and_leave_nothing_behind(transform, device):
+    # A size that nobody has asked for before, so that it is not looked up.
+    rows = 100 + len(layout._tensors)
+    value, points = torch.randn(1, rows, 1, 16, device=device), torch.rand(1, 2, 1, 1, 2, 2, device=device)
+    weights = torch.rand(1, 2, 1, 1, 2, device=device)
+
+    def run(value, backend="triton"):
+        return dm.msda(value, [(1, rows)], None, points, weights, backend=backend)
+
+    with pytest.raises(NotImplementedError, match="pass backend='eager'"):
+        TRANSFORMS[transform](run, value)
+    leaf = value.clone().requires_grad_()
+    assert relative_error(run(value), run(value.double(), "eager")) < 1e-5
+    run(leaf).sum().backward()
+    assert leaf.grad.abs().sum() > 0
+
+
+def test_forward_mode_derivatives_are_refused(device):
+    value, *rest = arguments(device, coordinates=0)
+    value = value.detach()
+
+    def operator(value):
+        return ops.msda_forward(value, *rest)
+
+    def run(value):
+        points, weights = rest[3].detach(), rest[4].detach()
+        return dm.msda(value, [(5, 9), (3, 4)], None, points, weights, num_points=(2, 1), backend="triton")
+
+    for jvp in (
+        lambda v: torch.func.jvp(operator, (v,), (v,))[1],
+        torch.compile(lambda v: torch.func.jvp(run, (v,), (v,))[1], backend="aot_eager"),
     ):
-        with pytest.raises(NotImplementedError, match="pass backend='eager'"):
-            transform()
+        with pytest.raises(Exception, match="forward-mode derivatives: pass backend='eager'"):
+            jvp(value)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="pass backend='eager'"):
-        run(torch.autograd.forward_ad.make_dual(value, value))
+        operator(torch.autograd.forward_ad.make_dual(value, value))
+    with pytest.raises(NotImplementedError, match="pass backend='eager'"):
+        torch.func.grad(lambda v: operator(v).sum())(value)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

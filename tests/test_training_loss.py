@@ -551,6 +551,23 @@ def test_a_hooked_matcher_is_called_for_every_layer(criterion):
         torch.testing.assert_close(loss, expected[name], rtol=2 * FLOAT32, atol=0)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_method_of_ones_own_is_used(criterion, when):
+    def loss_masks(masks, labels, indices, num_masks):
+        return {"loss_mask": masks.mean() * num_masks, "loss_dice": masks.std()}
+
+    if when == "before":
+        criterion.loss_masks = loss_masks
+    dm.patch(criterion, parts=PARTS)
+    if when == "after":
+        criterion.loss_masks = loss_masks
+    problem = mask_problem((3, 1))
+    actual = mask_step_in_place(criterion, problem)
+    dm.unpatch(criterion)
+    for name, loss in mask_step_in_place(criterion, problem).items():
+        torch.testing.assert_close(actual[name], loss, rtol=2 * FLOAT32, atol=0)
+
+
 def test_a_matcher_of_ones_own_is_used(criterion):
     class Matcher(nn.Module):
         def forward(self, masks, classes, mask_labels, class_labels):
