@@ -100,10 +100,15 @@ def test_disable_custom_kernels_speaks_of_transformers_own(rt_detr, disabled):
         close(outputs(RT_DETR, patched(rt_detr))["['logits']"], expected)
 
 
-def kernelize(model: nn.Module, device: str, mapping: dict) -> nn.Module:
+def package_kernels():
     kernels = pytest.importorskip("kernels", reason="the package kernels is not installed")
     if not hasattr(kernels, "kernelize"):
         pytest.skip("`kernels` is this checkout's own folder: the package kernels is not installed")
+    return kernels
+
+
+def kernelize(model: nn.Module, device: str, mapping: dict) -> nn.Module:
+    kernels = package_kernels()
     with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
         kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device=device, use_fallback=True)
     return model
@@ -128,6 +133,24 @@ def test_kernelize(rt_detr, device, when):
     expected = outputs(RT_DETR, rt_detr)["['logits']"]
     # No kernel is mapped, so that nothing is fetched; layers with a name are gone through all the same.
     model = kernelize(patched(rt_detr), device, {}) if when == "after" else patched(kernelize(rt_detr, device, {}))
+    with launches(RT_DETR.attentions):
+        close(outputs(RT_DETR, model)["['logits']"], expected)
+    dm.unpatch(model)
+    close(outputs(RT_DETR, model)["['logits']"], expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_use_kernels(rt_detr, device, when, tmp_path):
+    kernels = package_kernels()
+    rt_detr.save_pretrained(tmp_path)
+    expected = outputs(RT_DETR, rt_detr)["['logits']"]
+    # Nothing is mapped, so that nothing is fetched.
+    with kernels.use_kernel_mapping({}, inherit_mapping=False):
+        try:
+            model = type(rt_detr).from_pretrained(tmp_path, use_kernels=when == "before").to(device)
+            patched(model).use_kernels = True
+        except (ImportError, ValueError) as error:
+            pytest.skip(f"transformers does not work with the installed version of the package kernels: {error}")
     with launches(RT_DETR.attentions):
         close(outputs(RT_DETR, model)["['logits']"], expected)
     dm.unpatch(model)
