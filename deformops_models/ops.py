@@ -165,14 +165,14 @@ def _backward_cpu(*arguments):
         return _backward(*arguments)
     grad, value, shapes, starts, reference, points, weights, *options, _, _, _, need_value, need_reference = arguments
 
-    leaves = [None if t is None else t.detach() for t in (value, reference, points, weights)]
-    wanted = [leaf for leaf, needed in zip(leaves, (need_value, need_reference, True, True), strict=True) if needed]
-    for leaf in wanted:
-        leaf.requires_grad_()
-    value, reference, points, weights = leaves
-    # The dispatcher has switched autograd off in here.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        output = _plain(value, shapes, starts, reference, points, weights, *options)
+    needed = (need_value, need_reference, True, True)
+    # The dispatcher has switched autograd off in here, and inference mode may have; this brings it back.
+    with torch.inference_mode(False):
+        operands = (value, reference, points, weights)
+        leaves = [t if t is None else t.clone() if t.is_inference() else t.detach() for t in operands]
+        wanted = [leaf.requires_grad_() for leaf, wants in zip(leaves, needed, strict=True) if wants]
+        with torch.enable_grad():
+            output = _plain(leaves[0], shapes, starts, *leaves[1:], *options)
         gradients = [g.contiguous() for g in torch.autograd.grad(output, wanted, grad)]
     none = value.new_empty(0)
     grad_value = gradients.pop(0) if need_value else none
@@ -208,6 +208,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(grad).tangent is not None:
+        refuse_transforms()
     need_value, _, _, need_reference = ctx.needs_input_grad[:4]
     arguments = (grad, *ctx.saved_tensors, *ctx.options, need_value, need_reference)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -264,6 +266,7 @@ def _call(operator, *arguments):
         (operator, device) in _IMPLEMENTATIONS
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])
         and torch._C._get_tracing_state() is None
         and not torch.autograd._profiler_enabled()
         and all(type(t) in _TENSORS for t in arguments if isinstance(t, Tensor))

@@ -95,6 +95,10 @@ def test_the_operators_run_on_a_cpu_without_the_interpreter():
             with torch.autograd.graph.save_on_cpu():
                 saved = torch.autograd.grad(ops.msda_forward(*forward), wanted, torch.ones_like(output))
             torch.testing.assert_close(saved, expected)
+            output = ops.msda_forward(*forward)
+            with torch.inference_mode():
+                inferred = torch.autograd.grad(output, wanted, torch.ones_like(output))
+            torch.testing.assert_close(inferred, expected)
             detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in forward]
             for need_value in (True, False):
                 needs = (need_value, coordinates > 0)
@@ -709,6 +713,27 @@ def test_forward_mode_derivatives_are_refused(device):
         operator(torch.autograd.forward_ad.make_dual(value, value))
     with pytest.raises(NotImplementedError, match="pass backend='eager'"):
         torch.func.grad(lambda v: operator(v).sum())(value)
+
+
+def test_forward_over_reverse_is_refused(device):
+    value, *rest = arguments(device)
+    output = ops.msda_forward(value, *rest)
+    with torch.autograd.forward_ad.dual_level():
+        grad = torch.autograd.forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output))
+        with pytest.raises(NotImplementedError, match="pass backend='eager'"):
+            torch.autograd.grad(output, value, grad)
+
+
+def test_a_batch_of_gradients(device):
+    problem = Problem.random(batch=1, queries=2, heads=1)
+    leaves = [t.float().to(device).requires_grad_() for t in problem.operands().values()]
+    value, *rest = leaves
+    output = dm.deformable_attention(value, problem.sizes, None, *rest, num_points=problem.num_points, backend="triton")
+    grads = torch.randn(3, *output.shape, device=device)
+    batched = torch.autograd.grad(output, leaves, grads, is_grads_batched=True, retain_graph=True)
+    singly = [torch.autograd.grad(output, leaves, grad, retain_graph=True) for grad in grads]
+    for found, expected in zip(batched, zip(*singly, strict=True), strict=True):
+        assert relative_error(found, torch.stack(expected)) < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
