@@ -355,6 +355,9 @@ def test_all_that_is_trained_has_a_gradient(objects, name, request):
     folder = str(request.getfixturevalue(name))
     task = tasks.find_task(folder)
     model = tasks.load_model(task, folder, None).train()
+    for module in model.modules():
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0  # or a layer may be left out
     tasks.freeze_unread(model, task)
     found = {
         "labels": torch.zeros(objects, dtype=torch.long),
