@@ -88,10 +88,7 @@ def measure(
     if fsdp:
         sharding.shard(model, device)
     elif state.num_processes > 1:
-        # As `finetune` does.
-        model = DistributedDataParallel(
-            model, [device.index] if cuda else None, find_unused_parameters=True, gradient_as_bucket_view=True
-        )
+        model = DistributedDataParallel(model, [device.index] if cuda else None, **tasks.DDP_OPTIONS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
     inputs, targets = models.on(device, detector.inputs), models.on(device, detector.targets)
     lines = []

@@ -32,6 +32,7 @@ from deformops_models.train.coco import SMALLEST, Batches, Split, TrainingImages
 from deformops_models.train.evaluate import average_precision, detect
 from deformops_models.train.history import History
 from deformops_models.train.tasks import (
+    DDP_OPTIONS,
     REGION_VARIANTS,
     Task,
     check_keeps_layers,
@@ -115,6 +116,7 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         raise UsageError("accelerate is set to FSDP: launch with --multi_gpu in its place, and give finetune --fsdp")
     if args.fsdp and args.compile:
         raise UsageError("--fsdp: it does not go with --compile; leave one of them out")
+    cpu = args.device == "cpu" or not torch.cuda.is_available()
     if args.compile == "reduce-overhead":
         # A graph overwrites its gradients when it runs again, and torch adds to them silently in its own memory.
         if args.accumulate > 1:
@@ -126,9 +128,8 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
             raise UsageError(
                 "--gradient-checkpointing: it does not go with --compile reduce-overhead; use --compile alone"
             )
-    cpu = args.device == "cpu" or not torch.cuda.is_available()
-    if cpu and args.compile == "reduce-overhead":
-        raise UsageError("--compile reduce-overhead: CUDA graphs need a CUDA GPU; use --compile")
+        if cpu:
+            raise UsageError("--compile reduce-overhead: CUDA graphs need a CUDA GPU; use --compile")
     if cpu and args.device == "cuda":
         raise UsageError("--device cuda: no CUDA GPU can be used here; leave --device out or use --device cpu")
     native = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -136,8 +137,7 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         name = torch.cuda.get_device_name()
         raise UsageError(f"--bf16: {name} has no bfloat16 of its own, only an emulation that is slow; use --fp32")
     half = native if args.bf16 is None else args.bf16
-    # A model with dropout may drop whole layers.
-    ddp = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallelKwargs(**DDP_OPTIONS)
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="bf16" if half else "no",

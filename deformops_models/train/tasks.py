@@ -18,6 +18,8 @@ from deformops_models.predict import folder_loader
 
 #: As the evaluator counts them.
 MAX_DETECTIONS = 100
+#: For `DistributedDataParallel`: a model with dropout may drop whole layers.
+DDP_OPTIONS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 #: For `torch._dynamo.config.recompile_limit` where `compile_regions` is used: the deepest Swin has 24 layers.
 REGION_VARIANTS = 64
 
