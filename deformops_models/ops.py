@@ -208,8 +208,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(grad).tangent is not None:
-        refuse_transforms()
+    _refuse_tangents(grad)
     need_value, _, _, need_reference = ctx.needs_input_grad[:4]
     arguments = (grad, *ctx.saved_tensors, *ctx.options, need_value, need_reference)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -299,11 +298,15 @@ def refuse_transforms() -> None:
         )
 
 
+def _refuse_tangents(*tensors: Tensor) -> None:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        refuse_transforms()
+
+
 def _autograd(value, shapes, starts, reference, points, weights, *options) -> Tensor:
     arguments = (value, shapes, starts, reference, points, weights, *options)
     operands = (value, points, weights) if reference is None else (value, reference, points, weights)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in operands):
-        refuse_transforms()
+    _refuse_tangents(*operands)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
         return _call(msda_forward, *arguments)
     # `torch.func.grad` and what is made of it.
