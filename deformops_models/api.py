@@ -147,6 +147,8 @@ def _run(
         )
     if not torch.compiler.is_compiling():
         ops.refuse_transforms()
+    if not lookup and type(value).__name__ == "DTensor":
+        raise TypeError("value is a DTensor: the kernels take local tensors, pass .to_local(), or backend='eager'")
     # The backward pass cannot ask what a copy of the tensors holds, nor a tensor in a graph.
     sizes = None
     if not isinstance(shapes, Tensor):
@@ -194,7 +196,8 @@ def _checked(
         from deformops_models.kernels.msda_cuda import problem
 
         # Its cache would only make a tracer warn; this function has one itself.
-        if reason := problem.__wrapped__(value[0], points[0][1], tuple(counts)):
+        empty = 0 in (*value[0], points[0][1])
+        if not empty and (reason := problem.__wrapped__(value[0], points[0][1], tuple(counts))):
             raise RuntimeError(f"backend='cuda' cannot run: {reason}. Leave it out, or pass backend='triton'")
     return counts, chosen
 
@@ -226,7 +229,7 @@ def _count_points(name: str, shape: torch.Size, levels: int, num_points: tuple[i
 def _check_weights(name: str, shape: torch.Size, points: torch.Size, counts: list[int]) -> None:
     flat = (*points[:3], sum(counts))
     split = (*points[:3], len(counts), counts[0])
-    if tuple(shape) != flat and (tuple(shape) != split or len(set(counts)) > 1):
+    if tuple(shape) != flat and (tuple(shape) != split or any(count != counts[0] for count in counts)):
         raise ValueError(f"{name} has shape {tuple(shape)}, the points ask for {flat}")
 
 

@@ -20,7 +20,9 @@ def count_levels(shapes: Sizes) -> int:
             return shapes.shape[0]
         raise ValueError(f"spatial_shapes has shape {tuple(shapes.shape)}: (L, 2) as (H, W) is expected")
     if not isinstance(shapes, Sequence):
-        raise TypeError(f"spatial_shapes is a {type(shapes).__name__}: a tensor or a list of pairs (H, W) is expected")
+        remedy = ", which .tolist() gives" if hasattr(shapes, "tolist") else ""
+        name = type(shapes).__name__
+        raise TypeError(f"spatial_shapes is a {name}: a tensor or a list of pairs (H, W) is expected{remedy}")
     for pair in shapes:
         if not hasattr(pair, "__len__") or len(pair) != 2:
             raise ValueError(f"spatial_shapes={shapes}: one pair (H, W) per level is expected")
@@ -54,14 +56,9 @@ def host_layout(shapes: Sizes, starts: Starts, rows: int) -> tuple[list[tuple[in
     _check_numbers("spatial_shapes", (side for pair in sizes for side in pair))
     if starts is None:
         first_rows = level_starts(sizes)
-    elif isinstance(starts, Tensor):
-        _check_starts(starts, len(sizes))
-        first_rows = starts.tolist()
     else:
-        first_rows = list(starts)
-        _check_numbers("level_start_index", first_rows)
-        if len(first_rows) != len(sizes):
-            raise ValueError(f"level_start_index has {len(first_rows)} entries but there are {len(sizes)} levels")
+        _check_starts(starts, len(sizes))
+        first_rows = starts.tolist() if isinstance(starts, Tensor) else list(starts)
     _check_rows(sizes, first_rows, rows)
     total = sum(height * width for height, width in sizes)
     if starts is None and total != rows:
@@ -79,23 +76,27 @@ def device_layout(shapes: Sizes, starts: Starts, rows: int, device: torch.device
         _check_ints("spatial_shapes", shapes)
         if starts is None:
             return shapes, None
+        _check_starts(starts, shapes.shape[0])
         if isinstance(starts, Tensor):
             _check_ints("level_start_index", starts)
-            _check_starts(starts, shapes.shape[0])
             if starts.device == device:
                 return shapes, starts
             starts = starts.tolist()
+        _check_rows([(0, 0)] * len(starts), starts, rows)
         return shapes, _device_tensor(tuple(starts), device)
-    if torch.compiler.is_compiling() or isinstance(shapes, Tensor) or isinstance(starts, Tensor):
+    if _is_traced() or isinstance(shapes, Tensor) or isinstance(starts, Tensor):
         return _to_device(shapes, starts, rows, device)
     # The usual list: looked up by its numbers, so that they are checked and copied once.
     key = (tuple(map(tuple, shapes)), None if starts is None else tuple(starts), rows, device)
     found = _layouts.get(key)
     if found is None:
-        found = _to_device(shapes, starts, rows, device)
-        if type(found[0]) is Tensor:
-            _layouts[key] = found
+        found = _layouts[key] = _to_device(shapes, starts, rows, device)
     return found
+
+
+def _is_traced() -> bool:
+    """Whether a compiler or a mode, such as that of fake tensors, looks on; it may not know tensors made before."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 # CUDA graphs keep reading these small tensors, so none is ever evicted.
@@ -171,14 +172,15 @@ def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
     """A small int64 tensor on `device`, made once."""
     if torch.compiler.is_compiling():
         return _traced_tensor(numbers, device)
-    tensor = _tensors.get((numbers, device))
-    if tensor is None:
-        # A tensor made in inference mode could not be saved for a later backward.
-        with torch.inference_mode(False):
-            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-        if type(tensor) is Tensor:
-            _tensors[numbers, device] = tensor
-            _numbers[tensor.data_ptr()] = numbers
+    traced = _is_traced()
+    if not traced and (numbers, device) in _tensors:
+        return _tensors[numbers, device]
+    # A tensor made in inference mode could not be saved for a later backward.
+    with torch.inference_mode(False):
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+    if not traced:
+        _tensors[numbers, device] = tensor
+        _numbers[tensor.data_ptr()] = numbers
     return tensor
 
 
@@ -205,9 +207,14 @@ def _check_starts_type(starts: Starts) -> None:
         raise TypeError(f"level_start_index is a {type(starts).__name__}: a tensor, a list or None is expected")
 
 
-def _check_starts(starts: Tensor, levels: int) -> None:
-    if starts.shape != (levels,):
-        raise ValueError(f"level_start_index has shape {tuple(starts.shape)}: ({levels},) is expected")
+def _check_starts(starts: Tensor | Sequence[int], levels: int) -> None:
+    if isinstance(starts, Tensor):
+        if starts.shape != (levels,):
+            raise ValueError(f"level_start_index has shape {tuple(starts.shape)}: ({levels},) is expected")
+        return
+    _check_numbers("level_start_index", starts)
+    if len(starts) != levels:
+        raise ValueError(f"level_start_index has {len(starts)} entries but there are {levels} levels")
 
 
 def _check_rows(sizes: list[tuple[int, int]], starts: list[int], rows: int) -> None:
@@ -216,4 +223,10 @@ def _check_rows(sizes: list[tuple[int, int]], starts: list[int], rows: int) -> N
             raise ValueError(
                 f"spatial_shapes and level_start_index put level {level} ({height}×{width}) at rows {start} to "
                 f"{start + height * width}, but value has {rows} rows"
+            )
+        # The kernels take it for a mistake, as they do where nobody can look at the numbers.
+        if not torch.compiler.is_compiling() and max(height, width) > rows:
+            raise ValueError(
+                f"spatial_shapes has level {level} as {height}×{width}, which is empty but has a side above value's "
+                f"{rows} rows: use (0, 0)"
             )

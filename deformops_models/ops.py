@@ -54,7 +54,7 @@ def _aligned(t: Tensor | None) -> Tensor | None:
     """Contiguous from a multiple of 16 bytes on and int64, as the CUDA kernels read."""
     if t is None:
         return None
-    t = t.long() if t.dtype == torch.int32 else t.contiguous()
+    t = (t.long() if t.dtype == torch.int32 else t).contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
@@ -140,7 +140,8 @@ def _alert_not_deterministic() -> None:
         return
     text = (
         "msda_backward does not have a deterministic implementation, but you set "
-        "'torch.use_deterministic_algorithms(True)'. Pass backend='eager', or warn_only=True to accept it"
+        "'torch.use_deterministic_algorithms(True)'. The CUDA kernels have one where spatial_shapes are pairs of "
+        "numbers; else pass backend='eager', or warn_only=True to accept it"
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(text)

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -218,6 +219,21 @@ def patch(
     return model
 
 
+_swapping = threading.RLock()
+
+
+def _one_at_a_time(function: Callable) -> Callable:
+    """What a thread has planned with a model stays true until it is done."""
+
+    @functools.wraps(function)
+    def locked(*args, **kwargs):
+        with _swapping:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_one_at_a_time
 def _patch(
     model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None, parts: Collection[str]
 ) -> dict[nn.Module, str]:
@@ -291,6 +307,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
+@_one_at_a_time
 def _restore(modules: dict[nn.Module, str]) -> None:
     """Gives those that are patched their upstream class back."""
     families = {m: family for m in modules if (family := family_of(type(m))) and family.is_patched(m)}
@@ -345,7 +362,9 @@ def report(model: nn.Module) -> Report:
         elif family.is_patched(module):
             backend = _will_run(module) if family.part == "attention" else "plain PyTorch"
             if family.module is None:
-                backend += f"; {_full_name(cls.upstream)} is known by its name, signature and projections"
+                backend += (
+                    f"; {_full_name(cls.upstream)} has a known name, signature and projections, and computes the same"
+                )
             result.swapped.append(Entry(name, cls.__name__, family.name, backend=backend, part=family.part))
         else:
             reason = family.obstacle(module) or _filtered.get(module, "not patched")

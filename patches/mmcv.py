@@ -3,14 +3,11 @@
 import warnings
 
 from deformops_models import patching
-from deformops_models.patches.ms_deform_attn import Attention
-from deformops_models.patching import Family
+from deformops_models.patches.ms_deform_attn import attend
+from deformops_models.patching import Family, PatchedModule
 
 
-class _MultiScaleDeformableAttention(Attention):
-    def _heads_levels_points(self) -> tuple[int, int, int]:
-        return self.num_heads, self.num_levels, self.num_points
-
+class _MultiScaleDeformableAttention(PatchedModule):
     def _identity(self, query, identity, kwargs):
         """What is added to the output."""
         if "residual" in kwargs:
@@ -54,7 +51,9 @@ class _MultiScaleDeformableAttention(Attention):
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
         # The operator reads sizes on the device; mmcv's own assert on their sum would wait for it.
-        output = self._attend(query, reference_points, value, spatial_shapes, key_padding_mask)
+        split = (self.num_heads, self.num_levels, self.num_points)
+        operands = (query, reference_points, value, spatial_shapes, key_padding_mask)
+        output = attend(self, split, *operands, self.deformops_backend)
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity

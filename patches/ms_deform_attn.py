@@ -1,44 +1,53 @@
 """The original `MSDeformAttn` in the many projects that copied it, and its descendants in rfdetr and ultralytics.
 
-A copy is known by its class name, the parameters of its forward and its four projections, wherever its module is. The
-compiled operator that it came with need not exist.
+A copy is known by its class name, the parameters of its forward and its four projections, wherever its module is. As
+projects have changed its mathematics under the same name, its own forward is tried on random numbers too. The compiled
+operator that it came with need not exist.
 """
 
-from torch import nn
+import inspect
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deformops_models import patching
-from deformops_models.api import deformable_attention
+from deformops_models.api import deformable_attention, msda
+from deformops_models.layout import level_starts
 from deformops_models.patching import Family, PatchedModule
 
 _PROJECTIONS = ("sampling_offsets", "attention_weights", "value_proj", "output_proj")
 
 
-class Attention(PatchedModule):
-    """What the original and its descendants do, which differ in names."""
+def attend(module, split, query, reference_points, values, shapes, padding, backend):
+    """What the original and its descendants do, which differ in names.
 
-    def _heads_levels_points(self) -> tuple[int, int, int]:
-        return self.n_heads, self.n_levels, self.n_points
-
-    def _attend(self, query, reference_points, values, shapes, padding):
-        """`padding` (B, S) is True where a pixel is padding; `shapes` are pairs of (H, W) or a tensor of them."""
-        batch, queries, _ = query.shape
-        value = self.value_proj(values)
-        if padding is not None:
-            value = value.masked_fill(padding[..., None], 0.0)
-        split = (batch, queries, *self._heads_levels_points())
-        output = deformable_attention(
-            value.reshape(batch, values.shape[1], self._heads_levels_points()[0], -1),
-            shapes,
-            None,
-            reference_points.expand(batch, queries, -1, -1),
-            self.sampling_offsets(query).reshape(*split, 2),
-            self.attention_weights(query).reshape(split),
-            backend=self.deformops_backend,
-        )
-        return self.output_proj(output)
+    `split` is (M, L, K), `padding` (B, S) is True where a pixel is padding, `shapes` are pairs of (H, W) or a tensor
+    of them.
+    """
+    batch, queries, _ = query.shape
+    value = module.value_proj(values)
+    if padding is not None:
+        value = value.masked_fill(padding[..., None], 0.0)
+    output = deformable_attention(
+        value.reshape(batch, values.shape[1], split[0], -1),
+        shapes,
+        None,
+        reference_points.expand(batch, queries, -1, -1),
+        module.sampling_offsets(query).reshape(batch, queries, *split, 2),
+        module.attention_weights(query).reshape(batch, queries, *split),
+        backend=backend,
+    )
+    return module.output_proj(output)
 
 
-class _MSDeformAttn(Attention):
+def _split(module) -> tuple[int, int, int]:
+    return module.n_heads, module.n_levels, module.n_points
+
+
+class _MSDeformAttn(PatchedModule):
     def forward(
         self,
         query,
@@ -63,18 +72,20 @@ class _MSDeformAttn(Attention):
                 *pairs,
             )
         shapes = input_spatial_shapes if input_spatial_shapes_hw is None else input_spatial_shapes_hw
-        return self._attend(query, reference_points, input_flatten, shapes, input_padding_mask)
+        operands = (query, reference_points, input_flatten, shapes, input_padding_mask)
+        return attend(self, _split(self), *operands, self.deformops_backend)
 
 
-class _Ultralytics(Attention):
+class _Ultralytics(PatchedModule):
     def forward(self, query, refer_bbox, value, value_shapes, value_mask=None):
         if not self.runs_operator(query):
             return super().forward(query, refer_bbox, value, value_shapes, value_mask)
-        return self._attend(query, refer_bbox, value, value_shapes, value_mask)
+        operands = (query, refer_bbox, value, value_shapes, value_mask)
+        return attend(self, _split(self), *operands, self.deformops_backend)
 
 
 class _Copied(Family):
-    """Whose class may come from anywhere, so that each module is looked at too."""
+    """Whose classes have many versions, so that each module is looked at too."""
 
     def obstacle(self, module: nn.Module) -> str | None:
         if reason := super().obstacle(module):
@@ -84,9 +95,81 @@ class _Copied(Family):
         for name in ("n_heads", "n_levels", "n_points"):
             if not isinstance(getattr(module, name, None), int):
                 return f"{name} is {getattr(module, name, None)!r}, known is one whole number"
-        if getattr(module, "use_4D_normalizer", False):
-            return "use_4D_normalizer=True places its points by another rule"
         return None
+
+
+class _Anywhere(_Copied):
+    """Of a module that nobody knows, so that its mathematics may be another too."""
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        return super().obstacle(module) or (None if self.is_patched(module) else _difference(module))
+
+
+@torch.no_grad()
+def _difference(module: nn.Module) -> str | None:
+    """Why a copy's own forward is not the original's, as far as random numbers show; or None."""
+    with _disable_current_modes(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, dtype=torch.float32) - 0.5
+
+        reason = "its forward could not be tried: "
+        try:
+            twin = _twin(module, random)
+            forward = _without_extension(type(module).forward)
+            query = random(2, 5, twin.sampling_offsets.in_features)
+            sizes = [(2 + level % 2, 3 + level % 3) for level in range(module.n_levels)]
+            values = random(2, sum(height * width for height, width in sizes), twin.value_proj.in_features)
+        except (AttributeError, TypeError) as error:
+            return f"{reason}{error}"
+        padding = random(*values.shape[:2]) > 0.25
+        shapes, starts = torch.tensor(sizes), torch.tensor(level_starts(sizes))
+        errors = []
+        # Not every copy takes boxes.
+        for coordinates in (2, 4):
+            places = random(2, 5, module.n_levels, coordinates) + 0.5
+            try:
+                found = forward(twin, query, places, values, shapes, starts, padding)
+            except Exception as error:
+                errors.append(" ".join(str(error).split())[:200] or type(error).__name__)
+                continue
+            expected = attend(twin, _split(twin), query, places, values, shapes, padding, "eager")
+            if not isinstance(found, Tensor) or found.shape != expected.shape:
+                return f"its forward returns another thing than ({', '.join(map(str, expected.shape))})"
+            error = ((found - expected).norm() / expected.norm()).item()
+            if not error < 1e-3:
+                return f"its forward computes something else: with {coordinates} coordinates it is {error:.1%} away"
+        return reason + errors[0] if len(errors) == 2 else None
+
+
+def _twin(module: nn.Module, random: Callable[..., Tensor]) -> nn.Module:
+    """The module with other projections: its own may be on meta, quantised or adapted, and may have hooks."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = module.__dict__ | {"training": False, "_modules": dict(module._modules)}
+    for name in _PROJECTIONS:
+        layer = getattr(module, name)
+        twin._modules[name] = linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        linear.weight = nn.Parameter(random(*linear.weight.shape))
+        linear.bias = nn.Parameter(random(*linear.bias.shape))
+    return twin
+
+
+def _without_extension(forward: Callable) -> Callable:
+    """The same function, which finds plain PyTorch where the original has its compiled operator."""
+    forward = inspect.unwrap(forward)
+    known = "MSDeformAttnFunction"
+    names = [name for name, v in forward.__globals__.items() if known in (name, getattr(v, "__name__", None))]
+    functions = forward.__globals__ | dict.fromkeys(names, _PlainFunction)
+    copy = types.FunctionType(forward.__code__, functions, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+class _PlainFunction:
+    @staticmethod
+    def apply(value, shapes, starts, locations, weights, im2col_step):
+        return msda(value, shapes, starts, locations, weights, backend="eager")
 
 
 _ORIGINAL = (
@@ -100,7 +183,9 @@ _ORIGINAL = (
 )
 
 FAMILIES = tuple(
-    _Copied(name, framework, module, "MSDeformAttn", adapter, parameters, optional=("input_spatial_shapes_hw",))
+    (_Copied if module else _Anywhere)(
+        name, framework, module, "MSDeformAttn", adapter, parameters, optional=("input_spatial_shapes_hw",)
+    )
     for name, framework, module, adapter, parameters in (
         ("rfdetr", "rfdetr", "rfdetr.models.ops.modules.ms_deform_attn", _MSDeformAttn, _ORIGINAL),
         (

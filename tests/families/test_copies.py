@@ -1,14 +1,17 @@
 """Attention modules that projects copied: known by name, signature and projections, or left alone with the reason."""
 
 import copy
+import re
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import close, close_all, launches
 from models import MSDeformAttn, randomize
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deformops_models as dm
 from deformops_models import patching
@@ -62,7 +65,7 @@ def test_the_report_says_how_it_was_known(attention):
     dm.patch(attention)
     name = f"{MSDeformAttn.__module__}.MSDeformAttn"
     (entry,) = dm.report(attention).swapped
-    assert entry.backend.endswith(f"; {name} is known by its name, signature and projections")
+    assert entry.backend.endswith(f"; {name} has a known name, signature and projections, and computes the same")
     assert type(dm.unpatch(attention)) is MSDeformAttn
 
 
@@ -90,14 +93,13 @@ def _another_signature(self, query, reference_points, value, value_spatial_shape
     [
         (lambda m: delattr(m, "output_proj"), "it has no output_proj"),
         (lambda m: setattr(m, "n_points", [2, 4]), r"n_points is \[2, 4\], known is one whole number"),
-        (lambda m: setattr(m, "use_4D_normalizer", True), "use_4D_normalizer=True places its points by another rule"),
         (
             lambda m: setattr(m, "__class__", type("MSDeformAttn", (nn.Module,), {"forward": _another_signature})),
             r"unknown signature: forward\(query, .*, value_mask\), known is forward\(query, .*\)",
         ),
         (lambda m: setattr(m, "forward", lambda *args: None), "its forward was replaced on the instance"),
     ],
-    ids=["projection", "points", "normalizer", "signature", "instance"],
+    ids=["projection", "points", "signature", "instance"],
 )
 def test_what_is_not_known_is_left_alone(attention, change, reason):
     change(attention)
@@ -105,6 +107,118 @@ def test_what_is_not_known_is_left_alone(attention, change, reason):
     with pytest.raises(dm.PatchError, match=reason):
         dm.patch(attention)
     assert type(attention) is cls
+
+
+class MSDeformAttnFunction:
+    """The compiled operator that is not there."""
+
+    @staticmethod
+    def apply(*arguments):
+        raise RuntimeError("not compiled with GPU support")
+
+
+class _Copy(MSDeformAttn):
+    """A copy that asks the compiled operator, as most do, with steps for others to change."""
+
+    im2col_step = 64
+
+    def forward(
+        self,
+        query,
+        reference_points,
+        input_flatten,
+        input_spatial_shapes,
+        input_level_start_index,
+        input_padding_mask=None,
+    ):
+        value = self.value_proj(input_flatten)
+        if input_padding_mask is not None:
+            value = value.masked_fill(input_padding_mask[..., None], 0.0)
+        points = (*query.shape[:2], self.n_heads, self.n_levels, self.n_points)
+        offsets = self.sampling_offsets(query).view(*points, 2)
+        weights = self.normalized(self.attention_weights(query).view(*points[:3], -1)).view(points)
+        places = reference_points[:, :, None, :, None]
+        if reference_points.shape[-1] == 2:
+            locations = places + offsets / self.normalizer(input_spatial_shapes)[:, None]
+        else:
+            locations = self.in_box(places, offsets)
+        output = MSDeformAttnFunction.apply(
+            value.unflatten(-1, (self.n_heads, -1)),
+            input_spatial_shapes,
+            input_level_start_index,
+            locations,
+            weights,
+            self.im2col_step,
+        )
+        return self.finished(self.output_proj(output))
+
+    def normalized(self, logits):
+        return logits.softmax(-1)
+
+    def normalizer(self, shapes):
+        return shapes.flip(-1)
+
+    def in_box(self, places, offsets):
+        return places[..., :2] + offsets / self.n_points * places[..., 2:] * 0.5
+
+    def finished(self, output):
+        return output
+
+
+def a_copy(**steps) -> nn.Module:
+    cls = type("MSDeformAttn", (_Copy,), {"forward": _Copy.forward, **steps})
+    return randomize(cls(WIDTH, n_levels=2, n_heads=2, n_points=2))
+
+
+def _only_points(self, places, offsets):
+    raise ValueError("boxes are not supported")
+
+
+@pytest.mark.parametrize("steps", [{}, {"in_box": _only_points}], ids=["all", "points"])
+def test_the_extension_need_not_exist_to_try_a_copy(steps, device):
+    attention = a_copy(**steps).to(device)
+    call = arguments(device)
+    state = torch.get_rng_state()
+    dm.patch(attention, backend="triton")
+    assert torch.equal(torch.get_rng_state(), state)
+    original = randomize(MSDeformAttn(WIDTH, n_levels=2, n_heads=2, n_points=2)).to(device)
+    original.load_state_dict(attention.state_dict())
+    with launches(1):
+        close(attention(**call), original(**call))
+    with pytest.raises(RuntimeError, match="not compiled"):
+        dm.unpatch(attention)(**call)
+
+
+@pytest.mark.parametrize("place", ["meta", "fake", "half", "no biases"])
+def test_a_copy_is_tried_wherever_its_weights_are(place):
+    with torch.device("meta") if place == "meta" else FakeTensorMode() if place == "fake" else nullcontext():
+        attention = a_copy() if place != "meta" else a_copy().to("meta")
+        if place == "half":
+            attention.half()
+        if place == "no biases":
+            attention.value_proj.bias = None
+        assert isinstance(dm.patch(attention), patching.PatchedModule)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ({"normalized": lambda self, logits: logits.sigmoid()}, "with 2 coordinates it is .* away"),
+        ({"normalizer": lambda self, shapes: shapes}, "with 2 coordinates it is .* away"),
+        ({"in_box": lambda self, places, offsets: places[..., :2] + offsets}, "with 4 coordinates it is .* away"),
+        ({"finished": lambda self, output: (output, 1)}, "its forward returns another thing"),
+        ({"finished": lambda self, output: output[:, :1]}, r"its forward returns another thing than \(2, 5, 16\)"),
+        ({"finished": lambda self, output: output.no()}, "its forward could not be tried: 'Tensor' object has no"),
+    ],
+    ids=["sigmoid", "height first", "boxes", "tuple", "shape", "broken"],
+)
+def test_another_mathematics_is_left_alone(steps, reason):
+    attention = a_copy(**steps)
+    cls = type(attention)
+    with pytest.raises(dm.PatchError, match=reason):
+        dm.patch(attention)
+    assert type(attention) is cls
+    assert re.search(reason, str(dm.report(attention)))
 
 
 def test_without_projections_it_is_another_thing():
