@@ -53,6 +53,15 @@ class AttendToMaps(nn.Module):
         return dm.deformable_attention(value, sizes, None, reference, points, weights, backend=self.backend)
 
 
+class AttendToLocations(nn.Module):
+    def __init__(self, backend: str = "triton"):
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        return dm.msda(value, [(5, 9), (3, 4)], None, locations, weights, backend=self.backend)
+
+
 def maps_and_rest(size: tuple[int, int], device: str) -> tuple[Tensor, ...]:
     fine, coarse = (torch.randn(2, 32, k * size[0], k * size[1]) for k in (2, 1))
     others = torch.rand(2, 5, 2, 2), torch.randn(2, 5, 2, 2, 4, 2), torch.randn(2, 5, 2, 2, 4)
@@ -74,6 +83,16 @@ def export_attend(device: str) -> torch.export.ExportedProgram:
     batch, queries = Dim("batch", min=1, max=16), Dim("queries", min=2, max=100)
     axes = {"value": {0: batch}} | {name: {0: batch, 1: queries} for name in ("reference", "points", "weights")}
     return export(Attend().to(device), operands(2, 5, device)[0], **axes)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_every_axis_may_be_found_out(strict):
+    value, points, weights = torch.randn(2, 57, 2, 16), torch.rand(2, 3, 2, 2, 4, 2), torch.rand(2, 3, 2, 2, 4)
+    inputs, axes = (value, points, weights), [dict.fromkeys(range(t.dim()), Dim.AUTO) for t in (value, points, weights)]
+    program = torch.export.export(AttendToLocations(), inputs, dynamic_shapes=axes, strict=strict)
+    assert calls(program) == 1
+    inputs = torch.randn(3, 57, 2, 16), torch.rand(3, 7, 2, 2, 4, 2), torch.rand(3, 7, 2, 2, 4)
+    assert relative_error(program.module()(*inputs), AttendToLocations("eager")(*inputs)) < 1e-5
 
 
 def operands(batch: int, queries: int, device: str = "cpu") -> tuple[tuple[Tensor, ...], Tensor]:

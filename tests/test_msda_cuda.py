@@ -12,8 +12,8 @@ import torch
 from helpers import Problem, deterministic, relative_error
 
 import deformops_models as dm
-from deformops_models import layout, ops
-from deformops_models.backend import interpreting
+from deformops_models import api, layout, ops
+from deformops_models.backend import Backend, Resolution, interpreting
 from deformops_models.kernels import _driver, _nvrtc, msda_cuda
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -136,6 +136,17 @@ def test_levels_that_the_sort_has_no_room_for():
 def test_what_the_kernels_do_not_take(shape, queries, num_points, reason):
     assert reason in msda_cuda.problem(torch.Size(shape), queries, num_points)
     assert msda_cuda.problem(torch.Size((2, 9, 8, 32)), 5, (4, 4)) is None
+
+
+def test_nothing_to_compute_is_no_reason_to_refuse(monkeypatch):
+    resolution = Resolution(Backend.CUDA, {})
+    monkeypatch.setattr(api, "resolve", lambda *arguments: resolution)
+    for shape, queries in (((0, 9, 1, 32), 5), ((2, 9, 1, 32), 0)):
+        facts = (torch.float32, torch.device("cuda"))
+        points = torch.Size((shape[0], queries, 1, 1, 4, 2))
+        operands = (torch.Size(shape), *facts), (points, *facts), (points[:-1], *facts)
+        names = ("value", "sampling_locations", "attention_weights")
+        assert api._checked.__wrapped__(names, *operands, None, 1, None, Backend.CUDA)[0] == [4]
 
 
 def test_sizes_are_known_of_lists_and_of_copied_tensors():
@@ -288,6 +299,17 @@ def test_gradients_repeat_bit_by_bit(queries):
         for _ in range(20):
             for name, result in problem.run("cuda", BF16, "cuda").items():
                 assert torch.equal(result, first[name]), name
+
+
+def test_sizes_may_be_transposed_int32(target):
+    device, backend = target
+    # Where both sides could be mistaken for each other without leaving the value's rows.
+    sizes = [(4, 8), (2, 4)]
+    problem = Problem.random(queries=30, channels=32, sizes=sizes, coordinates=0)
+    value, points, weights = (t.float().to(device) for t in (problem.value, problem.points, problem.weights))
+    shapes = torch.tensor(list(zip(*sizes, strict=True)), dtype=torch.int32, device=device).T
+    found = ops.msda_forward(value, shapes, None, None, points, weights, [4, 4], False, 1.0, True, backend, None)
+    assert relative_error(found, problem.run("eager")["output"]) < 1e-5
 
 
 def test_operands_may_begin_anywhere(target):

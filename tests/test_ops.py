@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Problem, relative_error
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -544,6 +545,18 @@ ERRORS = [
         "put level 1 (3×4) at rows 50 to 62, but value has 57 rows",
     ),
     (
+        _msda,
+        {"spatial_shapes": [(57, 1), (99, 0)]},
+        ValueError,
+        "spatial_shapes has level 1 as 99×0, which is empty but has a side above value's 57 rows: use (0, 0)",
+    ),
+    (
+        _msda,
+        {"spatial_shapes": np.array([(5, 9), (3, 4)])},
+        TypeError,
+        "spatial_shapes is a ndarray: a tensor or a list of pairs (H, W) is expected, which .tolist() gives",
+    ),
+    (
         _fused,
         {"reference_points": torch.rand(1, 3, 2, 2)},
         ValueError,
@@ -592,6 +605,49 @@ def test_errors_name_argument_value_and_remedy(call, changes, error, text):
     with pytest.raises(error, match=re.escape(text)):
         call(**changes)
     assert dm.call_counts == before
+
+
+@pytest.mark.parametrize(
+    "starts, error, text",
+    [
+        ([0], ValueError, "level_start_index has 1 entries but there are 2 levels"),
+        ([0, 45, 99], ValueError, "level_start_index has 3 entries but there are 2 levels"),
+        ([0.9, 45], TypeError, "level_start_index holds 0.9: use integers"),
+        ([-5, 45], ValueError, "at rows -5 to"),
+        (torch.tensor([0, 58]), ValueError, "at rows 58 to"),
+    ],
+)
+def test_starts_are_checked_beside_sizes_that_lie_on_a_device(starts, error, text):
+    good = {"value": (2, 57, 2, 16), "sampling_locations": (2, 3, 2, 2, 4, 2), "attention_weights": (2, 3, 2, 2, 4)}
+    operands = {name: torch.empty(shape, device="meta") for name, shape in good.items()}
+    operands["spatial_shapes"] = torch.empty(2, 2, dtype=torch.int64, device="meta")
+    with pytest.raises(error, match=text):
+        dm.msda(**operands, level_start_index=starts, backend="triton")
+    assert dm.msda(**operands, level_start_index=[0, 45], backend="triton").shape == (2, 3, 32)
+
+
+def test_fake_tensors_before_and_after_real_ones(device):
+    rows = 100 + len(layout._tensors)
+
+    def call():
+        value, points = torch.ones(1, rows, 1, 16, device=device), torch.ones(1, 2, 1, 1, 2, 2, device=device) / 2
+        return dm.msda(value, [(1, rows)], None, points, points[..., 0], backend="triton")
+
+    def fake():
+        with FakeTensorMode():
+            return call()
+
+    assert isinstance(fake(), FakeTensor)
+    assert call().abs().sum() > 0
+    assert isinstance(fake(), FakeTensor)
+
+
+def test_distributed_tensors_are_refused():
+    class DTensor(torch.Tensor):
+        pass
+
+    with pytest.raises(TypeError, match=r"value is a DTensor: .* pass \.to_local\(\), or backend='eager'"):
+        _msda(value=torch.randn(2, 57, 2, 16).as_subclass(DTensor), backend="triton")
 
 
 def test_the_good_calls_are_good():

@@ -1152,6 +1152,19 @@ def test_threads_patch_different_models(tiny):
     assert len({type(m) for model in models for m in attentions(model, TINY).values()}) == 1
 
 
+def test_threads_take_turns_with_one_model(tiny):
+    barrier = threading.Barrier(2)
+
+    def work(_):
+        barrier.wait(30)
+        for _ in range(100):
+            with dm.patched(tiny):
+                pass
+
+    _run_threads(work, 2)
+    assert not any(isinstance(m, patching.PatchedModule) for m in tiny.modules())
+
+
 def _run_threads(work, count: int) -> None:
     errors = []
 
