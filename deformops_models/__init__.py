@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention on Triton, and `patch(model)` for the detectors that use it."""
+"""Multi-scale deformable attention on GPU kernels, and `patch(model)` for the detectors that use it."""
 
 import importlib
 from pathlib import Path

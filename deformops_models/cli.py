@@ -33,7 +33,7 @@ def _dtype(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="deformops-models", description="Deformable attention on Triton for published detectors.")
+    parser = _Parser(prog="deformops-models", description="Detectors with deformable attention on GPU kernels.")
     parser.add_argument("--version", action="version", version=f"deformops-models {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

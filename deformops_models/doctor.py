@@ -98,7 +98,7 @@ def _families() -> Iterator[tuple[str, str, str]]:
         if family.framework == "mmcv" and importlib.util.find_spec("mmcv") and mmcv_lite.install():
             yes = "yes, once deformops_models.patches.mmcv_lite.install() was called: mmcv's compiled part is missing"
         if family.module is None:
-            yes = "yes, by its name, the parameters of its forward and its projections"
+            yes = "yes, if its signature and projections are known and it computes the same"
         reason = check_family(family)
         yield family.framework or "any project", family.class_name, yes if reason is None else f"no: {reason}"
 

@@ -1,4 +1,4 @@
-"""Every kind of kernel compiled ahead of time for SM 8.0 and 9.0: which instructions it uses, without a GPU."""
+"""Every kind of kernel compiled ahead of time, mostly for SM 8.0 and 9.0: which instructions it uses, without a GPU."""
 
 import json
 import os
@@ -13,6 +13,8 @@ TESTS = Path(__file__).resolve().parent
 
 # Relaxed additions to the value's gradient, by GPU and accumulator.
 ATOMICS = {
+    (70, "fp32"): ["add.f32"],
+    (75, "fp32"): ["add.f32"],
     (80, "fp32"): ["add.f32"],
     (80, "fp16"): ["add.noftz.f16x2"],
     (90, "fp32"): ["add.v4.f32"],
@@ -45,6 +47,8 @@ VARIANTS = [
     # No GPU before SM 9.0 adds bfloat16; `ops` never asks one to.
     if (sm, variant.get("accumulator")) != (80, "bf16")
 ]
+VARIANTS += [{"kernel": "forward", "sm": sm, "value": dtype} for sm in (70, 75) for dtype in ("fp16", "bf16")]
+VARIANTS += [{"kernel": "backward", "sm": sm, "value": "fp16", "accumulator": "fp32"} for sm in (70, 75)]
 
 
 @pytest.fixture(scope="module")

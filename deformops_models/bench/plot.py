@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deformops_models.bench.models import MODELS
 from deformops_models.bench.presets import DISTRIBUTIONS, PRESETS, Case, Preset
 from deformops_models.bench.record import Row
 from deformops_models.bench.steps import PARTS
@@ -112,6 +113,7 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
         return {}
     timed = {(case.op, case._replace(op="")) for case, _, metric in found if metric in ("step_ms", "inference_ms")}
     order = list(dict.fromkeys(case._replace(op="") for case, _, _ in found))
+    order.sort(key=lambda case: [*MODELS, case.preset].index(case.preset))
     in_parts = any(metric.startswith("part_") for _, _, metric in found)
     figure = Figure(figsize=(max(11, 5 * len(order)), 5), layout="constrained")
     widths = [2 if metric == "step_ms" else 1 for _, metric, _ in panels.values()]
@@ -128,9 +130,10 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
                 if metric == "step_ms" and in_parts:
                     times = {part: found.get((key, provider, f"part_{part}_ms"), 0.0) for part in PARTS}
                     # Medians of parts do not add up to the whole's, and some rows have no parts.
-                    _parts(axis, x, width * 0.9, times | {_REST: max(0.0, height - sum(times.values()))})
+                    top = max(height, sum(times.values()))
+                    _parts(axis, x, width * 0.9, times | {_REST: top - sum(times.values())})
                     axis.annotate(
-                        f"{_SHORT[provider]}\n{_number(height)}", (x, height), (0, 3), textcoords="offset points",
+                        f"{_SHORT[provider]}\n{_number(height)}", (x, top), (0, 3), textcoords="offset points",
                         ha="center", fontsize=8,
                     )  # fmt: skip
                 else:
@@ -167,20 +170,23 @@ def _family_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     names = sorted(found, key=lambda name: found[name].get("forward_backward_ms", 0.0), reverse=True)
     figure = Figure(figsize=(8, 1.2 + 0.36 * len(names)), layout="constrained")
     axis = figure.add_subplot()
+    right = max(1.0, *(ratio for by_metric in found.values() for ratio in by_metric.values())) + 0.02
     for i, (metric, color) in enumerate(zip(FAMILY_METRICS, ("#1b7f5c", "#4f6db3"), strict=True)):
         heights = [found[name][metric] for name in names if metric in found[name]]
         places = [k + (0.2 if i == 0 else -0.2) for k, name in enumerate(names) if metric in found[name]]
         axis.barh(places, heights, 0.38, color=color, label=FAMILY_METRICS[metric])
         for place, height in zip(places, heights, strict=True):
-            label = axis.text(height + 0.01, place, f"{height:.2f}", va="center", fontsize=7)
-            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3})
+            axis.text(right, place, f"{height:.2f}", va="center", fontsize=7)
     axis.axvline(1.0, color="#4b4f57", linewidth=1, linestyle="--")
     axis.set_ylim(-0.6, len(names) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
+    last = [row for row in rows if row["op"] == FAMILY][-1]
+    dtypes = {row["preset"]: row["dtype"] for row in rows if row["op"] == FAMILY}
+    # The title says what the others are.
+    labels = [f"{name} ({dtypes[name]})" if dtypes[name] == "float32" else name for name in names]
+    axis.set_yticks(range(len(names)), labels, fontsize=8)
     axis.set_xlabel("time patched / unpatched (less is better)")
     _legend(figure, axis)
-    last = [row for row in rows if row["op"] == FAMILY][-1]
     axis.set_title(f"bfloat16 autocast, {last['gpu'] or 'CPU'}, torch {last['torch']}", fontsize=11)
     return {"families": figure}
 
