@@ -102,7 +102,7 @@ def test_a_family_that_fails_is_named_and_the_next_one_is_timed(known, tmp_path,
     assert {row["preset"] for row in rows if row["metric"] == "forward_backward_ms"} == {"copied"}
 
 
-def test_one_that_cannot_run_under_autocast_is_timed_in_float32(known, tmp_path, capsys):
+def test_one_that_cannot_run_under_autocast_is_timed_in_float32(known, tmp_path):
     def call(model, train):
         dtypes.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
         return DETECTORS["copied-ms-deform-attn"].call(model, train)
@@ -150,7 +150,7 @@ def test_every_detector_of_transformers_names_its_class_where_a_version_may_lack
     assert models.FAMILIES["pp_doclayout_v4"].upstream == "PPDocLayoutV4ForObjectDetection"
 
 
-def test_only_ddq_is_timed_in_float32(monkeypatch):
+def test_only_ddq_is_timed_in_float32():
     dtypes = {name: work.build.keywords.get("dtype", "bfloat16") for name, work in models.FAMILIES.items()}
     assert [name for name, dtype in dtypes.items() if dtype == "float32"] == ["mmdet_ddq"]
 

@@ -192,7 +192,7 @@ def test_a_detector_that_raises_is_named_and_the_next_one_is_timed(tiny, anywher
     assert {row["preset"] for row in rows if row["metric"] == "inference_ms"} == {"tiny_deformable_detr"}
 
 
-def test_what_is_not_installed_is_left_out_unless_it_is_named(monkeypatch):
+def test_what_is_not_installed_is_left_out_unless_it_is_named():
     absent = models.Workload(None, ("no_such_framework",))
     newer = models.Workload(None, upstream="Detr9000ForObjectDetection")
     here = models.Workload(None, upstream="RTDetrForObjectDetection")

@@ -356,7 +356,7 @@ def test_no_state_dict(dino, tmp_path):
         hub.DINO.from_pretrained(dino[2], tmp_path / "w.pth")
 
 
-def test_config_of_another_detector(tmp_path, dino):
+def test_config_of_another_detector(dino):
     config = hub.mmdet.mmdet_config("configs/retinanet/retinanet_r18_fpn_1x_coco.py")
     with pytest.raises(hub.CheckpointError, match="builds 'RetinaNet': DINO loads mmdet's DINO, DeformableDETR, "):
         hub.DINO.from_pretrained(config, dino[3])

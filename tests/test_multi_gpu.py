@@ -370,7 +370,7 @@ def test_training_goes_on_with_two_gpus_or_one_after_a_kill(sharded, folder, one
 
 
 @SHARDED
-def test_average_precision_of_two_gpus_is_that_of_one(sharded, folder, tmp_path, capsys):
+def test_average_precision_of_two_gpus_is_that_of_one(sharded, folder, tmp_path):
     """Each of 15 images counts once, though one GPU has one more of them."""
     options = ("--no-augment", "--epochs", 40, "--lr", 3e-3, "--batch-size", 4)
     finished(*arguments(folder, tmp_path, *options, *sharded, data="evaluated"), processes=2)

@@ -119,7 +119,7 @@ def test_patching_again_changes_the_backend(attention):
     assert attention.deformops_backend is None and "deformops_backend" not in vars(attention)
 
 
-def test_the_root_itself_is_patched(attention, device):
+def test_the_root_itself_is_patched(attention):
     expected = attention(**arguments(attention))[0]
     assert dm.patch(attention, backend="triton") is attention
     with launches(1):
@@ -444,7 +444,7 @@ def test_patched_keeps_what_the_block_patches_in_addition(tiny):
 # The report
 
 
-def test_report_of_an_unpatched_and_a_patched_model(tiny, device):
+def test_report_of_an_unpatched_and_a_patched_model(tiny):
     names = list(attentions(tiny, TINY))
     report = dm.report(tiny)
     assert [(e.name, e.class_name, e.family, e.part, e.reason) for e in report.skipped] == [
@@ -519,7 +519,7 @@ def test_on_the_cpu_every_module_runs_upstreams_forward_bit_for_bit():
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_model_that_moves_after_patching(attention, device):
+def test_a_model_that_moves_after_patching(attention):
     expected = attention(**arguments(attention))[0]
     dm.patch(attention, backend="triton")
     moved = attention.double()

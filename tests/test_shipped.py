@@ -48,7 +48,7 @@ def test_eval_gives_the_cards_average_precision(card, tmp_path, capsys):
     assert found["unpatched"]["AP"] == pytest.approx(found["patched"]["AP"], abs=0.1)
 
 
-def test_predict_finds_the_shapes_of_the_picture(tmp_path, capsys):
+def test_predict_finds_the_shapes_of_the_picture(tmp_path):
     assert main(["predict", str(SHAPES), "--out", str(tmp_path), "--device", "cpu"]) == 0
     document = json.loads((tmp_path / "shapes.predictions.json").read_text())
     labels = Counter(prediction["label"] for prediction in document["predictions"])

@@ -124,7 +124,7 @@ def test_shapes_does_not_overwrite(data, capsys):
     assert "holds a data set already" in capsys.readouterr().err
 
 
-def test_shapes_begins_again_where_it_was_killed_before_the_annotations(tmp_path, monkeypatch, capsys):
+def test_shapes_begins_again_where_it_was_killed_before_the_annotations(tmp_path, monkeypatch):
     (tmp_path / "out" / "annotations").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(["shapes", "--out", "~/out", "--images", "2", "--size", str(SIZE)]) == 0

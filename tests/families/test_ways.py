@@ -293,7 +293,7 @@ def test_fsdp_comes_after_the_patch(detr, device, group):
 # Moves, neighbours, threads
 
 
-def test_moves_between_dtypes_at_any_time(rt_detr, device):
+def test_moves_between_dtypes_at_any_time(rt_detr):
     expected = outputs(RT_DETR, rt_detr)["['logits']"]
     exact = outputs(RT_DETR, copy.deepcopy(rt_detr).double())["['logits']"]
     patched(rt_detr)
