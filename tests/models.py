@@ -587,6 +587,8 @@ def _mm_grounding_dino(file: str) -> nn.Module:
 class _Texts(nn.Module):
     """A language model as mmdet's Grounding DINO calls one: mmdet's own calls what transformers 5 has no longer."""
 
+    pad_to_max = False
+
     def __init__(self):
         from transformers import BertTokenizer
 
