@@ -199,8 +199,9 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
             if header_only:
                 return None
             upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # convert() would clip 16 bits to 255
-                upright = upright.point(lambda level: level / 256).convert("L")
+            if upright.mode.startswith("I"):
+                # To 8 bits convert() would clip; point() does not take every order of the bytes.
+                upright = upright.convert("I").point(lambda level: level / 256).convert("L")
             elif upright.mode == "P":
                 upright = upright.convert("RGBA")
             return upright.convert("RGB")
