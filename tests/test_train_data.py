@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import shutil
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -274,7 +275,26 @@ def test_picture_on_its_side_has_its_upright_size(broken):
         image.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     split = coco.read_split(str(broken.folder), "train", masks=True)
     assert (split.images[1]["width"], split.images[1]["height"]) == upright
-    assert images(split)[0, 1]["image"].shape == (3, SIZE, SIZE)
+    assert images(split)[0, 1]["image"].shape == (3, SIZE, SIZE) and split.turned == 1
+    PIL.Image.new("RGB", (30, 20)).save(file, exif=exif)
+    root = broken(lambda document: document["images"][1].update(width=30, height=20))
+    message = "the file has 20x30, the annotations 30x20, which is its size before EXIF orientation 6 turns it"
+    with pytest.raises(UsageError, match=message):
+        coco.read_split(root, "train", masks=True)
+
+
+@pytest.mark.parametrize("kind", [2, 3, 7])
+@pytest.mark.parametrize("value", [b"6\0\0\0", b"\0\x09\0\0"])
+def test_an_orientation_that_is_none_turns_nothing(kind, value, broken):
+    """A text, other bytes, or the number 9."""
+    file = broken.folder / "images" / "train" / "000001.jpg"
+    entry = struct.pack(">HHI", 0x0112, kind, 1 if kind == 3 else 2) + value
+    with PIL.Image.open(file) as image:
+        image.save(file, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + entry + bytes(4))
+    with PIL.Image.open(file) as image:
+        assert 0x0112 in image.getexif()
+    split = coco.read_split(str(broken.folder), "train", masks=True)
+    assert split.turned == 0 and images(split)[0, 1]["image"].shape == (3, SIZE, SIZE)
 
 
 def test_unreadable_json_and_missing_folders(broken, tmp_path):
