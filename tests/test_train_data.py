@@ -518,11 +518,39 @@ def test_masks_out_of_mask2formers_outputs():
     classes[0, 1] = torch.tensor([-20.0, 9.0, 0.0])
     outputs = SimpleNamespace(class_queries_logits=classes, masks_queries_logits=logits)
     found = tasks._mask2former_detect(outputs, size)
-    assert found.masks.shape == (6, *size) and found.labels[0] == 1
+    assert len(found.masks) == 6 and found.labels[0] == 1
     assert 0.9 < found.scores[0] <= 1 and (found.scores[1:] < 1e-3).all()
     truth = torch.zeros(size, dtype=torch.bool)
     truth[4:12, 8:24] = True
-    assert (found.masks[0] & truth).sum() > 0.9 * (found.masks[0] | truth).sum()  # bilinear corners are round
+    mask = torch.from_numpy(coco.decode(found.masks[0], *size)).bool()
+    assert (mask & truth).sum() > 0.9 * (mask | truth).sum()  # bilinear corners are round
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 100])
+def test_every_querys_mask_is_made_once_and_few_at_a_time(at_once, monkeypatch):
+    """Bit by bit what comes of all (query, class) pairs together."""
+    # For very small images torch chooses the way to enlarge by how many there are.
+    size, interpolate, made = (64, 96), torch.nn.functional.interpolate, []
+    torch.manual_seed(0)
+    outputs = SimpleNamespace(
+        class_queries_logits=3 * torch.randn(1, 30, 9), masks_queries_logits=torch.randn(1, 30, 12, 18)
+    )
+    scores = outputs.class_queries_logits[0].softmax(-1)[:, :-1]
+    best = scores.flatten().topk(100)
+    logits = interpolate(outputs.masks_queries_logits[:, best.indices // 8], size, mode="bilinear")[0]
+    masks = logits > 0
+    expected = best.values * ((logits.sigmoid() * masks).sum((1, 2)) / masks.sum((1, 2)).clamp(min=1))
+
+    def counted(logits, *args, **options):
+        made.append(logits.shape[1])
+        return interpolate(logits, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", counted)
+    monkeypatch.setattr(tasks, "MASK_PIXELS", at_once * size[0] * size[1])
+    found = tasks._mask2former_detect(outputs, size)
+    assert max(made) <= at_once and sum(made) == len((best.indices // 8).unique()) <= 30
+    assert torch.equal(found.scores, expected) and torch.equal(found.labels, best.indices % 8)
+    assert found.masks == [coco.encode(mask) for mask in masks]
 
 
 def test_boxes_out_of_deformable_detrs_outputs():

@@ -340,6 +340,13 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
     return coco_mask.decode(segmentation)
 
 
+def encode(pixels: Tensor) -> dict[str, Any]:
+    """Returns the compressed run lengths of pixels (H, W) of bool."""
+    from pycocotools import mask as coco_mask
+
+    return coco_mask.encode(np.asfortranarray(pixels.cpu().numpy(), dtype=np.uint8))
+
+
 class TrainingImages(Dataset):
     """Square training inputs with their targets.
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -174,15 +173,13 @@ def detect(
 
 
 def _as_results(found: Any, image_id: Any, category_ids: list[Any]) -> list[dict[str, Any]]:
-    from pycocotools import mask as coco_mask
-
     rows = []
     for k, (label, score) in enumerate(zip(found.labels.tolist(), found.scores.tolist(), strict=True)):
         row = {"image_id": image_id, "category_id": category_ids[label], "score": score}
         if row["category_id"] is None or not math.isfinite(score):
             continue
         if found.masks is not None:
-            row["segmentation"] = coco_mask.encode(np.asfortranarray(found.masks[k].numpy(), dtype=np.uint8))
+            row["segmentation"] = found.masks[k]
         else:
             x0, y0, x1, y1 = found.boxes[k].tolist()
             row["bbox"] = [x0, y0, x1 - x0, y1 - y0]

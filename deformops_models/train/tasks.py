@@ -16,9 +16,12 @@ from deformops_models.console import UsageError
 from deformops_models.patching import patch, unpatch
 from deformops_models.predict import folder_loader
 
+from deformops_models.train.coco import encode
 #: As the evaluator counts them.
 MAX_DETECTIONS = 100
 #: For `DistributedDataParallel`: a model with dropout may drop whole layers.
+#: Pixels of the masks that are made at once, on which an evaluation's memory depends.
+MASK_PIXELS = 2**24
 DDP_OPTIONS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 #: For `torch._dynamo.config.recompile_limit` where `compile_regions` is used: the deepest Swin has 24 layers.
 REGION_VARIANTS = 64
@@ -26,15 +29,15 @@ REGION_VARIANTS = 64
 
 @dataclass(frozen=True)
 class Detections:
-    """What a model found in one image: labels (N,), scores (N,), and boxes (N, 4) as x0, y0, x1, y1 or masks (N, H, W).
+    """What a model found in one image: labels (N,), scores (N,), and boxes (N, 4) as x0, y0, x1, y1 or N masks.
 
-    Everything is on the CPU; boxes are in pixels.
+    Everything is on the CPU; boxes are in pixels, masks in COCO's compressed run lengths.
     """
 
     labels: Tensor
     scores: Tensor
     boxes: Tensor | None = None
-    masks: Tensor | None = None
+    masks: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -308,12 +311,18 @@ def _mask2former_detect(outputs: Any, size: tuple[int, int]) -> Detections:
     scores = outputs.class_queries_logits[0].float().softmax(-1)[:, :-1]
     best = scores.flatten().topk(min(MAX_DETECTIONS, scores.numel()))
     queries, labels = best.indices // scores.shape[1], best.indices % scores.shape[1]
-    logits = nn.functional.interpolate(
-        outputs.masks_queries_logits[:, queries].float(), size, mode="bilinear", align_corners=False
-    )[0]
-    masks = logits > 0
-    inside = (logits.sigmoid() * masks).sum((1, 2)) / masks.sum((1, 2)).clamp(min=1)
-    return Detections(labels.cpu(), (best.values * inside).cpu(), masks=masks.cpu())
+    # A query may be there for several classes.
+    queries, of = queries.unique(return_inverse=True)
+    inside, masks = [], []
+    for some in queries.split(max(1, MASK_PIXELS // (size[0] * size[1]))):
+        logits = nn.functional.interpolate(
+            outputs.masks_queries_logits[:, some].float(), size, mode="bilinear", align_corners=False
+        )[0]
+        above = logits > 0
+        inside.append((logits.sigmoid() * above).sum((1, 2)) / above.sum((1, 2)).clamp(min=1))
+        masks += map(encode, above)
+    scores = best.values * torch.cat(inside)[of]
+    return Detections(labels.cpu(), scores.cpu(), masks=[masks[k] for k in of.tolist()])
 
 
 def _detr_detect(outputs: Any, size: tuple[int, int]) -> Detections:
