@@ -48,8 +48,8 @@ def broken(data, tmp_path):
 
 
 def images(split, **options):
-    options = {"masks": True, "size": SIZE, "augment": True, "mean": [0.5] * 3, "std": [0.25] * 3, "seed": 1} | options
-    return coco.TrainingImages(split, **options)
+    levels = {"mean": [127.5] * 3, "std": [63.75] * 3}
+    return coco.TrainingImages(split, **{"masks": True, "size": SIZE, "augment": True, "seed": 1, **levels, **options})
 
 
 # The generator
@@ -397,6 +397,43 @@ def test_without_augmentation_the_whole_image_is_fitted_in(data):
     sample = images(split, augment=False)[0, 1]
     assert torch.equal(sample["image"], images(split, augment=False)[5, 1]["image"])
     assert len(sample["labels"]) == len(split.objects(1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"do_normalize": False}, {"do_normalize": False, "image_mean": None}, {"do_rescale": False},
+     {"rescale_factor": 1 / 127.5}, {"do_rescale": False, "do_normalize": False}],
+    ids=str,
+)  # fmt: skip
+def test_inputs_are_those_of_the_image_processor(settings, broken):
+    import transformers
+
+    file = broken.folder / "images" / "train" / "000001.png"
+    levels = np.random.default_rng(0).integers(256, size=(SIZE, SIZE, 3), dtype=np.uint8)
+    PIL.Image.fromarray(levels).save(file)
+
+    def change(document):
+        document["images"][1].update(file_name=file.name, width=SIZE, height=SIZE)
+        document["annotations"] = []
+
+    split = coco.read_split(broken(change), "train", masks=True)
+    processor = transformers.Mask2FormerImageProcessor(size={"height": SIZE, "width": SIZE}, **settings)
+    mean, std = tasks.normalization(processor)
+    sample = images(split, augment=False, mean=mean, std=std)[0, 1]["image"]
+    [expected] = processor(PIL.Image.open(file), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(sample, expected.float())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"image_mean": None}, "image_mean is None; give three numbers, or do_normalize false"),
+     ({"image_std": 0.5}, "image_std is 0.5; give three"), ({"rescale_factor": None}, "rescale_factor is None")],
+)  # fmt: skip
+def test_a_processor_that_lacks_a_setting_is_named(settings, message):
+    names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    known = dict(zip(names, (True, 1 / 255, True, [0.5] * 3, [0.5] * 3), strict=True))
+    with pytest.raises(UsageError, match=message):
+        tasks.normalization(SimpleNamespace(**known | settings))
 
 
 def _keys(world, start=0, stop=8, size=2, seed=3):

@@ -358,7 +358,7 @@ class TrainingImages(Dataset):
         masks: masks as targets in place of boxes.
         size: edge of the square in pixels.
         augment: mirror, scale and crop, change colours; otherwise fit the whole image into the square.
-        mean, std: for normalisation, 3 each.
+        mean, std: for normalisation, 3 each, of the levels 0 to 255.
         seed: of the augmentation.
         skip_broken: the next image takes the place of one that cannot be read. Its header may have looked sound.
     """
@@ -380,13 +380,13 @@ class TrainingImages(Dataset):
 
         self.split, self.masks, self.augment, self.seed, self.skip_broken = split, masks, augment, seed, skip_broken
         # The padding becomes zero when it is normalised.
-        fill = {Image: [round(255 * x) for x in mean], Mask: 0}
+        fill = {Image: [min(max(round(x), 0), 255) for x in mean], Mask: 0}
         scales = (SMALLEST, 2.0) if augment else (1.0, 1.0)
         steps = [v2.ScaleJitter((size, size), scale_range=scales, antialias=True)]
         steps += [v2.RandomCrop((size, size), pad_if_needed=True, fill=fill)]
         if augment:
             steps += [v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)]
-        steps += [v2.ToDtype({Image: torch.float32, "others": None}, scale=True), v2.Normalize(mean, std)]
+        steps += [v2.ToDtype({Image: torch.float32, "others": None}), v2.Normalize(mean, std)]
         self.transform = v2.Compose(steps)
 
     def __len__(self) -> int:

@@ -43,6 +43,7 @@ from deformops_models.train.tasks import (
     has_weights,
     load_model,
     load_processor,
+    normalization,
     parameter_groups,
 )
 
@@ -356,12 +357,13 @@ class _Training:
             masks=self.task.masks,
             size=args.image_size,
             augment=args.augment,
-            mean=list(self.processor.image_mean),
-            std=list(self.processor.image_std),
+            mean=mean,
+            std=std,
             seed=args.seed,
             skip_broken=args.skip_broken,
         )
         batches = Batches(
+        mean, std = normalization(self.processor)
             len(images),
             args.batch_size,
             per_epoch=self.steps_per_epoch * args.accumulate,

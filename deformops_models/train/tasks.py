@@ -230,6 +230,24 @@ def compile_regions(network: nn.Module, **options: Any) -> list[nn.Module]:
     Returns:
         What is compiled. Each may have another input or another rate of dropped paths: allow `REGION_VARIANTS`.
     """
+def normalization(processor: Any) -> tuple[list[float], list[float]]:
+    """Mean and deviation, in levels of 0 to 255, that an image processor makes inputs with.
+
+    Raises:
+        UsageError: one of its settings is missing.
+    """
+    factor = processor.rescale_factor if processor.do_rescale else 1.0
+    if not factor:
+        raise UsageError(f"preprocessor_config.json: rescale_factor is {factor}; give a number, or do_rescale false")
+    if not processor.do_normalize:
+        return [0.0] * 3, [1 / factor] * 3
+    for name in ("image_mean", "image_std"):
+        value = getattr(processor, name)
+        if not (isinstance(value, Sequence) and len(value) == 3):
+            raise UsageError(f"preprocessor_config.json: {name} is {value}; give three numbers, or do_normalize false")
+    return [x / factor for x in processor.image_mean], [x / factor for x in processor.image_std]
+
+
     layers = {id(layer) for layer in innermost_layers(network)}
     regions = []
 
