@@ -529,7 +529,7 @@ def test_perfect_detections_have_an_average_precision_of_100(metric, data):
     assert evaluate.average_precision(bare, found, metric, everything)["AP"] is None
 
 
-def test_category_ids_of_labels():
+def test_category_ids_of_labels(capsys):
     def split(*categories):
         return SimpleNamespace(categories=[{"id": i, "name": n} for i, n in categories], file="val.json")
 
@@ -538,8 +538,22 @@ def test_category_ids_of_labels():
 
     assert ids(["cat", "Dog", "N/A"], (3, "dog"), (5, "cat")) == [5, 3, None]
     assert ids(["Cat", "cat"], (1, "cat"), (2, "Cat")) == [2, 1]
+    assert ids(["dog", "cat", "CAR"], (1, "car"), (2, "cat"), (3, "dog")) == [3, 2, 1]
+    numbers = range(11)  # in the order of a file, 10 comes before 2
+    by_text = {i: f"class {i}" for i in sorted(numbers, key=str)}
+    assert evaluate._category_ids("m", by_text, split(*((i, f"class {i}") for i in numbers))) == list(numbers)
+    assert capsys.readouterr() == ("", "")
     assert ids(["LABEL_0", "LABEL_1"], (3, "dog"), (5, "cat")) == [3, 5]
+    assert capsys.readouterr() == (
+        "", "--model m: it shares no class name with val.json; its classes are taken by position, LABEL_0 as dog and "
+        "so on\n"
+    )  # fmt: skip
     assert ids([f"LABEL_{i}" for i in range(91)], (1, "person"), (90, "toothbrush"))[88:] == [None, None, 90]
+    assert "its classes are taken as COCO's ids, LABEL_1 as person and so on" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="knows 3 classes, but not birds of val.json, which has not its bird; give "):
+        ids(["cat", "bird", "dog"], (1, "dog"), (2, "birds"), (3, "cat"))
+    with pytest.raises(UsageError, match="not c, d, e and 1 more of val.json, which has not its x0, x1, x10 and 86"):
+        ids(["a", "b", *(f"x{i}" for i in range(89))], *enumerate("abcdef"))
     with pytest.raises(UsageError, match="knows 3 classes, but not cat, dog of val.json"):
         ids(["a", "b", "c"], (3, "dog"), (5, "cat"))
     with pytest.raises(UsageError, match="knows 3 classes, but not Cat of val.json"):

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import io
 import json
-import math
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,15 @@ from deformops_models.hub import local_name
 from deformops_models.patching import unpatch
 from deformops_models.predict import UnfitError, prepare, quiet_transformers, read_image
 from deformops_models.train.coco import Split, count_problems, decode, read_split
-from deformops_models.train.tasks import Task, find_task, has_weights, load_model, load_processor
+from deformops_models.train.tasks import (
+    Task,
+    class_names,
+    find_task,
+    has_weights,
+    load_model,
+    load_processor,
+    match_names,
+)
 
 #: The first entries of pycocotools' statistics.
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")
@@ -74,29 +82,48 @@ def run(args: argparse.Namespace) -> int:
 
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+def _notice(text: str) -> None:
+    """Prints what is not a result: standard output may be JSON."""
+    print(text, file=sys.stderr)
+
+
 
 
 def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list[Any]:
-    """The data set's category id of each of the model's labels, or None; by name, by count, or by COCO's own ids."""
-    ids = [category["id"] for category in split.categories]
-    for same in (str, str.casefold):
-        by_name = {same(category["name"]): category["id"] for category in split.categories}
-        names = [same(id2label[label]) for label in range(len(id2label))]
-        # Two names may differ in case alone.
-        if set(by_name) <= set(names) and len(by_name) == len(ids):
-            return [by_name.get(name) for name in names]
-    if len(ids) == len(names):
-        return ids
-    if all(isinstance(i, int) and 0 <= i < len(names) for i in ids) and len(names) == 91:  # COCO's ids go to 90
-        return [i if i in ids else None for i in range(len(names))]
-    missing = sorted({category["name"] for category in split.categories} - set(id2label.values()))
+    """The data set's category id of each of the model's labels, or None: by name; where no name is shared, by position.
+
+    Raises:
+        UsageError: the model does not know all of the data's classes.
+    """
+    ids, names = zip(*((category["id"], category["name"]) for category in split.categories), strict=True)
+    known = class_names(id2label)
+    labels = match_names(names, known)
+    if None not in labels:
+        by_label = dict(zip(labels, ids, strict=True))
+        return [by_label.get(label) for label in range(len(known))]
+    if labels.count(None) == len(labels):
+        none = f"--model {model}: it shares no class name with {split.file}; its classes are taken"
+        if len(ids) == len(known):
+            _notice(f"{none} by position, {known[0]} as {names[0]} and so on")
+            return list(ids)
+        if all(isinstance(i, int) and 0 <= i < len(known) for i in ids) and len(known) == 91:  # COCO's ids go to 90
+            _notice(f"{none} as COCO's ids, {known[ids[0]]} as {names[0]} and so on")
+            return [i if i in ids else None for i in range(len(known))]
+    lacking = [name for name, label in zip(names, labels, strict=True) if label is None]
+    others = [name for label, name in enumerate(known) if label not in labels]
     raise UsageError(
-        f"--model {model}: it knows {len(names)} classes, but not {', '.join(missing[:3])} of {split.file}"
+        f"--model {model}: it knows {len(known)} classes, but not {_some(lacking)} of {split.file}, which has not its "
+        f"{_some(others)}; give the same classes the same names, or fine-tune the model on this data"
     )
 
 
 class _Images(Dataset):
     """Index, size (H, W), inputs of an image processor, and None or why a black image stands in for one."""
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
+
+
 
     def __init__(self, split: Split, indices: Iterable[int], processor: Any) -> None:
         self.split, self.indices, self.processor = split, list(indices), processor

@@ -226,7 +226,7 @@ class _Training:
         if args.backbone_scale is None:
             args.backbone_scale = 1.0 if scratch else 0.1
         self._check_same(state)
-        model = load_model(self.task, source, self.train.id2label)
+        model = load_model(self.task, source, self.train.id2label, say=self._say if main else lambda _: None)
         if left := report(model).skipped:
             raise UsageError(f"--model {args.model}: this version of transformers is not one known here: {left[0]}")
         # Two of each while one replaces the other: weights, averaged ones and Adam's moments in `last`; `best`.
