@@ -350,21 +350,24 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
         for key, value in outputs.items():
             if isinstance(value, Tensor):
                 outputs[key] = value.float().cpu()
-        _check_finite([outputs[key] for key in _RESULTS if key in outputs], options)
+        check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device)
         return processor, outputs
 
     return model, forward
 
 
 #: Outputs of transformers' models that become predictions.
-_RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
+RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
 
 
-def _check_finite(results: list[Tensor], options: Options) -> None:
+def check_finite(
+    results: list[Tensor], dtype: torch.dtype, device: torch.device, option: str = "--dtype float32"
+) -> None:
+    """Raises `UnfitError` for a NaN or an infinity; `option` is the command's for more precision."""
     if not all(result.isfinite().all() for result in results):
-        dtype = str(options.dtype).removeprefix("torch.")
-        remedy = "" if options.dtype == torch.float32 else ": use --dtype float32"
-        raise UnfitError(f"the model gives numbers that are not finite in {dtype} on {options.device}{remedy}")
+        name = str(dtype).removeprefix("torch.")
+        remedy = "" if dtype == torch.float32 else f": use {option}"
+        raise UnfitError(f"the model gives numbers that are not finite in {name} on {device}{remedy}")
 
 
 def _load_mmdet(name: str, options: Options) -> Detect:
@@ -380,7 +383,7 @@ def _load_mmdet(name: str, options: Options) -> Detect:
             warnings.filterwarnings("ignore", message="torch.meshgrid")  # mmdet's calls
             [sample] = model.test_step(prepare(image))
         found = sample.pred_instances
-        _check_finite([found.bboxes, found.scores], options)
+        check_finite([found.bboxes, found.scores], options.dtype, options.device)
         found = found[found.scores > options.threshold]
         return _from_boxes(found.bboxes, found.labels, found.scores, names)
 

@@ -19,7 +19,7 @@ from deformops_models.backend import call_counts
 from deformops_models.console import UsageError, pick_device, require, table
 from deformops_models.hub import local_name
 from deformops_models.patching import unpatch
-from deformops_models.predict import UnfitError, prepare, quiet_transformers, read_image
+from deformops_models.predict import RESULTS, UnfitError, check_finite, prepare, quiet_transformers, read_image
 from deformops_models.train.coco import Split, count_problems, decode, read_split
 from deformops_models.train.tasks import (
     Task,
@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--model {args.model}: it has no weights to evaluate")
     split = read_split(args.data, args.split, masks=task.masks, skip_broken=args.skip_broken)
     if split.problems:
-        print(f"left out: {count_problems(split.problems)}")
+        _notice(f"left out: {count_problems(split.problems)}")
+    if split.turned:
+        _notice(f"images turned as their EXIF orientation says: {split.turned}")
     indices: Sequence[int] = range(len(split.images))[: args.limit]
     rows: dict[str, dict[str, float | None]] = {}
     with quiet_transformers():
@@ -64,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
             found = detect(model, processor, task, split, indices, dtype, labels, args.workers, skipped=skipped)
             speed = len(indices) / (time.perf_counter() - start)
             if skipped:
-                print("left out: " + "; ".join(skipped.values()))
+                _notice("left out: " + "; ".join(skipped.values()))
                 indices = [i for i in indices if i not in skipped]
             rows[name] = average_precision(split, found, task.metric, indices) | {"images/s": speed}
             if name == "patched" and call_counts["msda_forward"] == before:
-                print("the patched model ran upstream's own forward, as it does without a GPU")
+                _notice("the patched model ran upstream's own forward, as it does without a GPU")
     if args.json:
         print(
             json.dumps({"model": args.model, "data": args.data, "images": len(indices), "metric": task.metric, **rows})
@@ -80,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 def _notice(text: str) -> None:
     """Prints what is not a result: standard output may be JSON."""
     print(text, file=sys.stderr)
 
 
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list[Any]:
@@ -117,13 +119,13 @@ def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list
     )
 
 
-class _Images(Dataset):
-    """Index, size (H, W), inputs of an image processor, and None or why a black image stands in for one."""
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more
 
 
+class _Images(Dataset):
+    """Index, size (H, W), inputs of an image processor, and None or why a black image stands in for one."""
 
     def __init__(self, split: Split, indices: Iterable[int], processor: Any) -> None:
         self.split, self.indices, self.processor = split, list(indices), processor
@@ -161,6 +163,7 @@ def detect(
     workers: int = 0,
     quiet: bool = False,
     skipped: dict[int, str] | None = None,
+    precision: str = "--dtype float32",
 ) -> list[dict[str, Any]]:
     """Runs a model on images, one at a time, since padding to a common size would change what it sees.
 
@@ -174,9 +177,13 @@ def detect(
         workers: processes that read images.
         quiet: shows no progress bar.
         skipped: gets the indices of images that cannot be read, and what is wrong with them; None raises UsageError.
+        precision: the command's option for float32.
 
     Returns:
         Detections in COCO's result format.
+
+    Raises:
+        UsageError: an image cannot be read, or the model gives numbers that are not finite.
     """
     from tqdm import tqdm
 
@@ -192,7 +199,11 @@ def detect(
             skipped[index] = str(problem)
         mask = pixels.new_ones(pixels.shape[0], *pixels.shape[-2:], dtype=torch.int64)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            outputs = model(pixel_values=pixels.to(device), pixel_mask=mask.to(device))
+            outputs = model(pixel_values=pixels.to(device, torch.float32), pixel_mask=mask.to(device))
+        try:
+            check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device, precision)
+        except UnfitError as error:
+            raise UsageError(f"{split.path(index)}: {error}") from error
         # Of sharded models every process has to run as many images as the others, whatever is in them.
         if problem is None:
             results += _as_results(task.detect(outputs, size), split.images[index]["id"], category_ids)
@@ -203,7 +214,7 @@ def _as_results(found: Any, image_id: Any, category_ids: list[Any]) -> list[dict
     rows = []
     for k, (label, score) in enumerate(zip(found.labels.tolist(), found.scores.tolist(), strict=True)):
         row = {"image_id": image_id, "category_id": category_ids[label], "score": score}
-        if row["category_id"] is None or not math.isfinite(score):
+        if row["category_id"] is None:
             continue
         if found.masks is not None:
             row["segmentation"] = found.masks[k]

@@ -489,7 +489,7 @@ class _Training:
         with torch.compiler.set_stance("force_eager"):
             found = detect(
                 model, self.processor, self.task, self.val, looked_at, dtype, ids, self.args.workers,
-                quiet=not accelerator.is_main_process, skipped=skipped,
+                quiet=not accelerator.is_main_process, skipped=skipped, precision="--fp32",
             )  # fmt: skip
         if self.sharded:
             model.reshard()
