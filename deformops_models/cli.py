@@ -174,7 +174,12 @@ def _add_training(commands: Any) -> None:
     )
     command.add_argument("--freeze-backbone", action="store_true", help="train everything but the backbone")
     command.add_argument(
-        "--ema", type=float, nargs="?", const=0.999, metavar="DECAY", help="evaluate and save averaged weights (0.999)"
+        "--ema",
+        type=float,
+        nargs="?",
+        const=0.999,
+        metavar="DECAY",
+        help="evaluate and save averaged weights (0.999; at step t at most (1 + t) / (10 + t))",
     )
     command.add_argument("--no-augment", dest="augment", action="store_false", help="no mirroring, scaling, colours")
     precision = command.add_mutually_exclusive_group()

@@ -199,8 +199,9 @@ def read_image(path: Path, header_only: bool = False) -> "Image | None":
             if header_only:
                 return None
             upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # convert() would clip 16 bits to 255
-                upright = upright.point(lambda level: level / 256).convert("L")
+            if upright.mode.startswith("I"):
+                # To 8 bits convert() would clip; point() does not take every order of the bytes.
+                upright = upright.convert("I").point(lambda level: level / 256).convert("L")
             elif upright.mode == "P":
                 upright = upright.convert("RGBA")
             return upright.convert("RGB")
@@ -349,21 +350,24 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
         for key, value in outputs.items():
             if isinstance(value, Tensor):
                 outputs[key] = value.float().cpu()
-        _check_finite([outputs[key] for key in _RESULTS if key in outputs], options)
+        check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device)
         return processor, outputs
 
     return model, forward
 
 
 #: Outputs of transformers' models that become predictions.
-_RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
+RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
 
 
-def _check_finite(results: list[Tensor], options: Options) -> None:
+def check_finite(
+    results: list[Tensor], dtype: torch.dtype, device: torch.device, option: str = "--dtype float32"
+) -> None:
+    """Raises `UnfitError` for a NaN or an infinity; `option` is the command's for more precision."""
     if not all(result.isfinite().all() for result in results):
-        dtype = str(options.dtype).removeprefix("torch.")
-        remedy = "" if options.dtype == torch.float32 else ": use --dtype float32"
-        raise UnfitError(f"the model gives numbers that are not finite in {dtype} on {options.device}{remedy}")
+        name = str(dtype).removeprefix("torch.")
+        remedy = "" if dtype == torch.float32 else f": use {option}"
+        raise UnfitError(f"the model gives numbers that are not finite in {name} on {device}{remedy}")
 
 
 def _load_mmdet(name: str, options: Options) -> Detect:
@@ -379,7 +383,7 @@ def _load_mmdet(name: str, options: Options) -> Detect:
             warnings.filterwarnings("ignore", message="torch.meshgrid")  # mmdet's calls
             [sample] = model.test_step(prepare(image))
         found = sample.pred_instances
-        _check_finite([found.bboxes, found.scores], options)
+        check_finite([found.bboxes, found.scores], options.dtype, options.device)
         found = found[found.scores > options.threshold]
         return _from_boxes(found.bboxes, found.labels, found.scores, names)
 

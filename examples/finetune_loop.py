@@ -31,7 +31,7 @@ def main() -> None:
     def collate(samples):
         annotations = []
         for k, (_, objects) in enumerate(samples):
-            objects = [{**o, "category_id": labels[o["category_id"]]} for o in objects if not o["iscrowd"]]
+            objects = [{**o, "category_id": labels[o["category_id"]]} for o in objects if not o.get("iscrowd")]
             annotations.append({"image_id": k, "annotations": objects})
         return processor([image for image, _ in samples], annotations=annotations, return_tensors="pt")
 

@@ -34,7 +34,7 @@ def main() -> None:
         batch = processor([image for image, _ in samples], return_tensors="pt")
         batch["mask_labels"], batch["class_labels"] = [], []
         for mask, (_, objects) in zip(batch["pixel_mask"], samples, strict=True):
-            objects = [o for o in objects if not o["iscrowd"]]
+            objects = [o for o in objects if not o.get("iscrowd")]
             height, width = int(mask.any(1).sum()), int(mask.any(0).sum())  # of the image inside the padding
             masks = torch.zeros(len(objects), *mask.shape)
             for k, o in enumerate(objects):

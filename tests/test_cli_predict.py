@@ -296,6 +296,7 @@ def test_images_are_read_upright_and_in_rgb(tmp_path):
     cases = {
         "gray.png": (Image.new("L", (3, 2), 77), (77, 77, 77)),
         "gray16.png": (Image.new("I;16", (3, 2), 77 * 256), (77, 77, 77)),
+        "gray16-big-endian.tif": (Image.frombytes("I;16B", (3, 2), bytes([77, 0]) * 6), (77, 77, 77)),
         "gray16.pgm": (Image.new("I;16", (3, 2), 77 * 256), (77, 77, 77)),
         "alpha.png": (Image.new("RGBA", (3, 2), (1, 2, 3, 40)), (1, 2, 3)),
         "gray-alpha.png": (Image.new("LA", (3, 2), (9, 40)), (9, 9, 9)),

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ for module in ("transformers", "torchvision", "pycocotools", "accelerate", "matp
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from PIL import Image  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from training import (  # noqa: E402
     ROOT,
     SIZE,
+    deformable_detr_config,
     evaluated_on_training_images,
     finished,
     kill_one_rank,
@@ -38,7 +41,8 @@ from training import (  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
 from deformops_models.patching import patch, unpatch  # noqa: E402
-from deformops_models.train import checkpoint, history, sharding, tasks  # noqa: E402
+from deformops_models.train import checkpoint, finetune, history, sharding, tasks  # noqa: E402
+from deformops_models.train.shapes import SHAPES  # noqa: E402
 
 STEPS_PER_EPOCH = 4
 COMMON = ("--device", "cpu", "--fp32", "--workers", "0", "--image-size", SIZE)
@@ -246,7 +250,7 @@ def test_options_that_change_how_and_not_what(mask2former, data, tmp_path, capsy
     capsys.readouterr()
     model = ("--model", str(plain / "best"), "--data", str(data), "--device", "cpu", "--workers", "0")
     assert main(["eval", *model, "--limit", "2", "--compare", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads(capsys.readouterr().out)
     assert (report["images"], report["metric"]) == (2, "segm")
     assert report["patched"]["AP"] == report["unpatched"]["AP"] is not None
     assert main(["eval", *model, "--split", "train", "--limit", "1"]) == 0
@@ -396,6 +400,170 @@ def test_tiny_config_fits_six_megabytes():
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) < 6e6
 
 
+# Classes
+
+
+NAMES = ("cat", "dog", "bird", "fish")
+
+
+@pytest.fixture(params=["mask2former", "shared heads", "two-stage"])
+def named(request, tmp_path):
+    """The folder of a small model that knows `NAMES`, and its task."""
+    torch.manual_seed(5)
+    classes = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+    if request.param == "mask2former":
+        model = transformers.Mask2FormerForUniversalSegmentation(mask2former_config(**classes))
+    else:
+        options = {"two_stage": True, "two_stage_num_proposals": 12} if request.param == "two-stage" else {}
+        config = deformable_detr_config(
+            encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_feature_levels=3, **options, **classes
+        )
+        model = transformers.DeformableDetrForObjectDetection(config)
+    with torch.no_grad():  # upstream's biases are all zero
+        for name, parameter in model.named_parameters():
+            if "class_" in name and parameter.ndim == 1:
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "named")
+    return tasks.find_task(str(tmp_path / "named")), tmp_path / "named"
+
+
+def _rows(model):
+    """Weights and bias of each class in every head (heads, classes, 33), but the one that chooses queries."""
+    chooses = f"class_embed.{model.config.decoder_layers}"
+    heads = [m for n, m in model.named_modules() if re.search(r"class_(predictor|embed\.\d+)$", n) and chooses not in n]
+    assert len(heads) == 1 or len(heads) % 2 == 0
+    return torch.stack([torch.cat([head.weight, head.bias[:, None]], dim=1) for head in heads]).detach()
+
+
+def _logits(model):
+    pixels = torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        outputs = model.eval()(pixels)
+    return outputs["class_queries_logits" if "class_queries_logits" in outputs else "logits"]
+
+
+def _load(task, folder, names):
+    said = []
+    torch.manual_seed(7)
+    return tasks.load_model(task, str(folder), dict(enumerate(names)), say=said.append), said
+
+
+def test_classes_in_another_order_keep_their_weights(named, tmp_path):
+    task, folder = named
+    before = tasks.load_model(task, str(folder), None)
+    model, said = _load(task, folder, ["Fish", "cat", "dog", "bird"])
+    rows = [3, 0, 1, 2, *range(4, _rows(before).shape[1])]
+    assert torch.equal(_rows(model), _rows(before)[:, rows])
+    torch.testing.assert_close(_logits(model), _logits(before)[..., rows])
+    assert said == ["4 of 4 classes keep the weights that the model's classifier has for their names"]
+    model.save_pretrained(tmp_path / "saved")
+    again, said = _load(task, tmp_path / "saved", ["Fish", "cat", "dog", "bird"])
+    assert torch.equal(_rows(again), _rows(model)) and said == []
+
+
+def test_known_classes_keep_their_weights_among_new_ones(named):
+    task, folder = named
+    before = _rows(tasks.load_model(task, str(folder), None))
+    model, said = _load(task, folder, ["horse", "bird", "ox", "dog", "cow"])
+    after = _rows(model)
+    assert after.shape[1] == before.shape[1] + 1 and model.config.num_labels == 5
+    assert torch.equal(after[:, [1, 3]], before[:, [2, 1]])
+    assert torch.equal(after[:, 5:], before[:, 4:])  # Mask2Former's "no object"
+    assert (after[:, 0, -1] == 0).all() and (after[:, 0].std(-1) > 0).all()
+    assert said == [
+        "2 of 5 classes keep the weights that the model's classifier has for their names; the others start anew"
+    ]
+    pictures = {"pixel_values": torch.randn(1, 3, SIZE, SIZE)}
+    objects = {
+        "labels": torch.tensor([4]),
+        "masks": torch.ones(1, SIZE, SIZE),
+        "boxes": torch.tensor([[9.0, 9, 50, 50]]),
+    }
+    model.train()(**pictures, **task.targets(objects, [1], SIZE)).loss.backward()
+
+
+def test_other_classes_start_anew_and_those_without_names_stay(named):
+    task, folder = named
+    before = _rows(tasks.load_model(task, str(folder), None))
+    model, said = _load(task, folder, ["a", "b", "c", "d"])
+    assert not torch.isclose(_rows(model), before).any()
+    assert said == ["the model knows none of the data's classes by name: its classifier starts anew"]
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"id2label": {str(i): f"LABEL_{i}" for i in range(4)}, "label2id": {f"LABEL_{i}": i for i in range(4)}}
+    (folder / "config.json").write_text(json.dumps(config))
+    model, said = _load(task, folder, ["a", "b", "c", "d"])
+    assert torch.equal(_rows(model), before) and model.config.id2label[3] == "d"
+    assert said == ["the model's classes have no names: its classifier keeps their weights by position"]
+
+
+def test_the_head_that_chooses_queries_has_no_classes(tmp_path):
+    config = deformable_detr_config(
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=12, num_feature_levels=3, two_stage=True,
+        two_stage_num_proposals=12, id2label=dict(enumerate(NAMES)),
+    )  # fmt: skip
+    transformers.DeformableDetrForObjectDetection(config).save_pretrained(tmp_path)
+    task = tasks.find_task(str(tmp_path))
+    before = tasks.load_model(task, str(tmp_path), None).class_embed[-1]
+    for names in (["dog", "cat", "fish", "bird"], ["dog", "horse"], ["a", "b", "c", "d", "e"]):
+        model, _ = _load(task, tmp_path, names)
+        after, same = model.class_embed[-1], min(len(names), 4)
+        assert after.weight is model.model.decoder.class_embed[-1].weight and len(after.weight) == len(names)
+        assert torch.equal(after.weight[:same], before.weight[:same])
+
+
+def test_finetune_says_what_becomes_of_the_classes(deformable_detr, data, tmp_path, capsys):
+    assert main(arguments(deformable_detr, data, tmp_path / "one", "--epochs", 1)) == 0
+    anew = "the model knows none of the data's classes by name: its classifier starts anew\n"
+    assert capsys.readouterr().out.count(anew) == 1
+    _fresh()
+    other = _changed(data, tmp_path / "other", lambda document: document["categories"][5].update(name="rings"))
+    assert main(arguments(tmp_path / "one" / "last", other, tmp_path / "two", "--epochs", 1)) == 0
+    assert "5 of 6 classes keep the weights that" in capsys.readouterr().out
+    _fresh()
+    assert main(arguments(tmp_path / "one" / "last", other, tmp_path / "two", "--epochs", 1, "--resume")) == 0
+    assert "classifier" not in capsys.readouterr().out
+    evaluate = ["eval", "--data", str(other), "--device", "cpu", "--workers", "0", "--model"]
+    assert main([*evaluate, str(tmp_path / "two" / "last")]) == 0
+    assert main([*evaluate, str(tmp_path / "one" / "last")]) == 2
+    assert "not rings of" in (message := capsys.readouterr().err) and "has not its ring; " in message
+
+
+def _changed(data, folder, change, splits=("train", "val")):
+    """The same images, with annotations that `change` was applied to."""
+    (folder / "annotations").mkdir(parents=True)
+    (folder / "images").symlink_to(data / "images")
+    for split in ("train", "val"):
+        document = json.loads((data / "annotations" / f"{split}.json").read_text())
+        if split in splits:
+            change(document)
+        (folder / "annotations" / f"{split}.json").write_text(json.dumps(document))
+    return folder
+
+
+# Averaged weights
+
+
+@pytest.mark.parametrize(("updates", "decay"), [(0, 0.0), (1, 2 / 11), (20, 21 / 30), (10**6, 0.999)])
+def test_averaged_weights_follow_the_model_soon(updates, decay):
+    model = torch.nn.Linear(1, 1, bias=False)
+    average = AveragedModel(model, multi_avg_fn=finetune._early_average(0.999))
+    average.n_averaged.fill_(updates)
+    with torch.no_grad():
+        average.module.weight.fill_(1.0)
+        model.weight.fill_(2.0)
+    average.update_parameters(model)
+    assert average.module.weight.item() == pytest.approx(2 - decay)
+
+
+def test_averaged_weights_of_a_short_training_have_learnt(deformable_detr, data, tmp_path):
+    assert main(arguments(deformable_detr, data, tmp_path, "--ema")) == 0
+    weights = checkpoint.load_state(tmp_path / "last")["weights"]
+    task = tasks.TASKS["DeformableDETR"]
+    start, averaged = (tasks.load_model(task, str(f), None).state_dict() for f in (deformable_detr, tmp_path / "last"))
+    name = "model.query_position_embeddings.weight"
+    assert (averaged[name] - weights[name]).norm() < 0.5 * (start[name] - weights[name]).norm()
+
+
 # Folders that are replaced whole
 
 
@@ -518,6 +686,77 @@ def test_a_new_training_does_not_replace_the_best_of_another(mask2former, data, 
     assert best.read_bytes() == b"kept"
 
 
+def test_a_training_that_lost_its_last_checkpoint_does_not_begin_again(deformable_detr, data, tmp_path, capsys):
+    command = arguments(deformable_detr, data, tmp_path, "--epochs", 1, "--resume")
+    assert main(command) == 0
+    shutil.rmtree(tmp_path / "last")
+    (tmp_path / "skipped-train.txt").write_text("000004.jpg: not an image\n")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    _fresh()
+    assert main(command) == 2
+    message = "there is no last/ to go on from, and a new training would replace its best/; choose another --out"
+    assert message in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_one_number_per_channel_is_one_error(data, tmp_path, capsys):
+    command = arguments("shapes-tiny", data, tmp_path, "--image-size", 32, "--batch-size", 1)
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "--image-size 32 with --batch-size 1: they leave a batch norm" in message and "use a larger one" in message
+
+
+def test_an_image_processor_without_normalization(deformable_detr, data, tmp_path):
+    model = shutil.copytree(deformable_detr, tmp_path / "model")
+    options = {"do_normalize": False, "image_mean": None, "image_std": None}
+    transformers.DeformableDetrImageProcessor(**options).save_pretrained(model)
+    assert main(arguments(model, data, tmp_path / "out", "--epochs", 1)) == 0
+    saved = json.loads((tmp_path / "out" / "best" / "preprocessor_config.json").read_text())
+    assert saved["do_normalize"] is False
+
+
+def test_turned_images_are_counted(deformable_detr, data, tmp_path, capsys):
+    turned = shutil.copytree(data, tmp_path / "turned")
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for name in ("train/000001", "train/000002", "val/000001"):
+        with Image.open(turned / "images" / f"{name}.jpg") as image:
+            image.save(turned / "images" / f"{name}.jpg", exif=exif)
+    assert main(arguments(deformable_detr, turned, tmp_path / "out", "--epochs", 1)) == 0
+    printed = capsys.readouterr().out
+    for count, split in ((2, "train"), (1, "val")):
+        assert f"images of {split} turned as their EXIF orientation says: {count}\n" in printed
+    evaluate = ("--device", "cpu", "--workers", "0", "--json")
+    assert main(["eval", "--model", str(tmp_path / "out" / "last"), "--data", str(turned), *evaluate]) == 0
+    printed = capsys.readouterr()
+    assert "images turned as their EXIF orientation says: 1\n" in printed.err and json.loads(printed.out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eval_refuses_outputs_that_are_not_finite(dtype, deformable_detr, data, tmp_path, capsys):
+    model = tasks.load_model(tasks.TASKS["DeformableDETR"], str(deformable_detr), dict(enumerate(SHAPES)))
+    with torch.no_grad():
+        model.class_embed[-1].bias.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    options = ("--data", str(data), "--device", "cpu", "--workers", "0", "--dtype", dtype)
+    assert main(["eval", "--model", str(tmp_path), *options]) == 2
+    message = capsys.readouterr().err
+    assert f".jpg: the model gives numbers that are not finite in {dtype} on cpu" in message
+    assert (": use --dtype float32" in message) == (dtype == "bfloat16")
+
+
+def test_finetune_refuses_outputs_that_are_not_finite(deformable_detr, data, tmp_path, capsys, monkeypatch):
+    def broken(self):
+        model = self.core.eval()
+        model.class_embed[-1].bias.data.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr(finetune._Training, "result", property(broken))
+    monkeypatch.setattr(finetune._Training, "_save_last", lambda self: None)
+    assert main(arguments(deformable_detr, data, tmp_path, "--epochs", 1)) == 2
+    assert "the model gives numbers that are not finite in float32 on cpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
 def test_numbers_that_are_not_finite_stop_with_step_and_images(name, data, tmp_path, capsys, request):
     model = request.getfixturevalue(name)
@@ -550,8 +789,8 @@ def test_loss_that_is_not_finite_stops_before_the_step(deformable_detr, data, tm
 
 
 def test_a_model_of_which_a_part_is_not_known_is_not_trained(deformable_detr, data, tmp_path, capsys, monkeypatch):
-    def load(*args):
-        return patch(unpatch(tasks.load_model(*args)), parts=("attention",))
+    def load(*args, **options):
+        return patch(unpatch(tasks.load_model(*args, **options)), parts=("attention",))
 
     monkeypatch.setattr("deformops_models.train.finetune.load_model", load)
     assert main(arguments(deformable_detr, data, tmp_path)) == 2
@@ -559,8 +798,6 @@ def test_a_model_of_which_a_part_is_not_known_is_not_trained(deformable_detr, da
 
 
 def test_broken_data_sets(mask2former, data, tmp_path, capsys):
-    import shutil
-
     broken = shutil.copytree(data, tmp_path / "broken")
     file = broken / "annotations" / "train.json"
     document = json.loads(file.read_text())
@@ -579,10 +816,6 @@ def test_broken_data_sets(mask2former, data, tmp_path, capsys):
 
 
 def test_images_that_turn_out_to_be_cut_off(deformable_detr, data, tmp_path, capsys, monkeypatch):
-    import shutil
-
-    from deformops_models.train import finetune
-
     cut = shutil.copytree(data, tmp_path / "cut")
     for file in (cut / "images" / "train" / "000004.jpg", cut / "images" / "val" / "000001.jpg"):
         file.write_bytes(file.read_bytes()[:900])  # with a sound header
@@ -610,15 +843,12 @@ def test_images_that_turn_out_to_be_cut_off(deformable_detr, data, tmp_path, cap
     assert main([*evaluate]) == 2
     assert "000001.jpg: cannot read it" in capsys.readouterr().err
     assert main([*evaluate, "--skip-broken", "--json"]) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith("left out: ") and json.loads(last)["images"] == len(list((cut / "images/val").iterdir())) - 1
-    )
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["images"] == len(list((cut / "images/val").iterdir())) - 1
+    assert re.search(r"^left out: .*000001.jpg: cannot read it", printed.err, re.MULTILINE)
 
 
 def test_a_cut_off_image_for_validation_costs_no_step(deformable_detr, data, tmp_path, capsys):
-    import shutil
-
     cut = shutil.copytree(data, tmp_path / "cut")
     file = cut / "images" / "val" / "000001.jpg"
     file.write_bytes(file.read_bytes()[:900])
@@ -635,8 +865,6 @@ def test_a_cut_off_image_for_validation_costs_no_step(deformable_detr, data, tmp
 
 
 def test_a_last_epoch_that_was_not_measured_is(deformable_detr, data, tmp_path, monkeypatch):
-    from deformops_models.train import finetune
-
     command = arguments(deformable_detr, data, tmp_path / "whole")
     assert main(command) == 0
     _fresh()
@@ -739,6 +967,23 @@ def test_a_training_goes_on_with_its_own_data_and_precision_only(deformable_detr
         assert message in capsys.readouterr().err
 
 
+def test_a_training_goes_on_with_its_own_validation_set_only(deformable_detr, data, tmp_path, capsys):
+    out, options = tmp_path / "out", ("--epochs", 1, "--resume")
+    assert main(arguments(deformable_detr, data, out, *options)) == 0
+    other = _changed(data, tmp_path / "other", lambda document: document["annotations"].pop(), ["val"])
+    command = arguments(deformable_detr, other, out, *options)
+    _fresh()
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "--data with the validation set " in message and "had with the validation set " in message
+    # Older checkpoints do not say which it was.
+    state = checkpoint.load_state(out / "last")
+    del state["settings"]["val"]
+    torch.save(state, out / "last" / checkpoint.STATE)
+    _fresh()
+    assert main(command) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -822,7 +1067,8 @@ def test_examples(script, model, data, tmp_path, monkeypatch, capsys, request):
     start = tasks.load_model(task, str(folder), None, patched=False)
     start.save_pretrained(tmp_path / "start")
     tasks.load_processor(task, str(folder), SIZE).save_pretrained(tmp_path / "start")
-    paths = ("--model", tmp_path / "start", "--data", data, "--out", tmp_path / "out")
+    bare = _changed(data, tmp_path / "bare", lambda document: [a.pop("iscrowd") for a in document["annotations"]])
+    paths = ("--model", tmp_path / "start", "--data", bare, "--out", tmp_path / "out")
     monkeypatch.setattr(sys, "argv", [str(file), *map(str, paths)])
     runpy.run_path(str(file), run_name="__main__")
     printed = capsys.readouterr().out

@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import shutil
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,8 +48,8 @@ def broken(data, tmp_path):
 
 
 def images(split, **options):
-    options = {"masks": True, "size": SIZE, "augment": True, "mean": [0.5] * 3, "std": [0.25] * 3, "seed": 1} | options
-    return coco.TrainingImages(split, **options)
+    levels = {"mean": [127.5] * 3, "std": [63.75] * 3}
+    return coco.TrainingImages(split, **{"masks": True, "size": SIZE, "augment": True, "seed": 1, **levels, **options})
 
 
 # The generator
@@ -274,7 +275,26 @@ def test_picture_on_its_side_has_its_upright_size(broken):
         image.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     split = coco.read_split(str(broken.folder), "train", masks=True)
     assert (split.images[1]["width"], split.images[1]["height"]) == upright
-    assert images(split)[0, 1]["image"].shape == (3, SIZE, SIZE)
+    assert images(split)[0, 1]["image"].shape == (3, SIZE, SIZE) and split.turned == 1
+    PIL.Image.new("RGB", (30, 20)).save(file, exif=exif)
+    root = broken(lambda document: document["images"][1].update(width=30, height=20))
+    message = "the file has 20x30, the annotations 30x20, which is its size before EXIF orientation 6 turns it"
+    with pytest.raises(UsageError, match=message):
+        coco.read_split(root, "train", masks=True)
+
+
+@pytest.mark.parametrize("kind", [2, 3, 7])
+@pytest.mark.parametrize("value", [b"6\0\0\0", b"\0\x09\0\0"])
+def test_an_orientation_that_is_none_turns_nothing(kind, value, broken):
+    """A text, other bytes, or the number 9."""
+    file = broken.folder / "images" / "train" / "000001.jpg"
+    entry = struct.pack(">HHI", 0x0112, kind, 1 if kind == 3 else 2) + value
+    with PIL.Image.open(file) as image:
+        image.save(file, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + entry + bytes(4))
+    with PIL.Image.open(file) as image:
+        assert 0x0112 in image.getexif()
+    split = coco.read_split(str(broken.folder), "train", masks=True)
+    assert split.turned == 0 and images(split)[0, 1]["image"].shape == (3, SIZE, SIZE)
 
 
 def test_unreadable_json_and_missing_folders(broken, tmp_path):
@@ -379,6 +399,43 @@ def test_without_augmentation_the_whole_image_is_fitted_in(data):
     assert len(sample["labels"]) == len(split.objects(1))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"do_normalize": False}, {"do_normalize": False, "image_mean": None}, {"do_rescale": False},
+     {"rescale_factor": 1 / 127.5}, {"do_rescale": False, "do_normalize": False}],
+    ids=str,
+)  # fmt: skip
+def test_inputs_are_those_of_the_image_processor(settings, broken):
+    import transformers
+
+    file = broken.folder / "images" / "train" / "000001.png"
+    levels = np.random.default_rng(0).integers(256, size=(SIZE, SIZE, 3), dtype=np.uint8)
+    PIL.Image.fromarray(levels).save(file)
+
+    def change(document):
+        document["images"][1].update(file_name=file.name, width=SIZE, height=SIZE)
+        document["annotations"] = []
+
+    split = coco.read_split(broken(change), "train", masks=True)
+    processor = transformers.Mask2FormerImageProcessor(size={"height": SIZE, "width": SIZE}, **settings)
+    mean, std = tasks.normalization(processor)
+    sample = images(split, augment=False, mean=mean, std=std)[0, 1]["image"]
+    [expected] = processor(PIL.Image.open(file), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(sample, expected.float())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"image_mean": None}, "image_mean is None; give three numbers, or do_normalize false"),
+     ({"image_std": 0.5}, "image_std is 0.5; give three"), ({"rescale_factor": None}, "rescale_factor is None")],
+)  # fmt: skip
+def test_a_processor_that_lacks_a_setting_is_named(settings, message):
+    names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    known = dict(zip(names, (True, 1 / 255, True, [0.5] * 3, [0.5] * 3), strict=True))
+    with pytest.raises(UsageError, match=message):
+        tasks.normalization(SimpleNamespace(**known | settings))
+
+
 def _keys(world, start=0, stop=8, size=2, seed=3):
     per_rank = [list(coco.Batches(13, size, 4, start, stop, rank, world, seed)) for rank in range(world)]
     return [sum(together, []) for together in zip(*per_rank, strict=True)]
@@ -472,7 +529,7 @@ def test_perfect_detections_have_an_average_precision_of_100(metric, data):
     assert evaluate.average_precision(bare, found, metric, everything)["AP"] is None
 
 
-def test_category_ids_of_labels():
+def test_category_ids_of_labels(capsys):
     def split(*categories):
         return SimpleNamespace(categories=[{"id": i, "name": n} for i, n in categories], file="val.json")
 
@@ -481,8 +538,22 @@ def test_category_ids_of_labels():
 
     assert ids(["cat", "Dog", "N/A"], (3, "dog"), (5, "cat")) == [5, 3, None]
     assert ids(["Cat", "cat"], (1, "cat"), (2, "Cat")) == [2, 1]
+    assert ids(["dog", "cat", "CAR"], (1, "car"), (2, "cat"), (3, "dog")) == [3, 2, 1]
+    numbers = range(11)  # in the order of a file, 10 comes before 2
+    by_text = {i: f"class {i}" for i in sorted(numbers, key=str)}
+    assert evaluate._category_ids("m", by_text, split(*((i, f"class {i}") for i in numbers))) == list(numbers)
+    assert capsys.readouterr() == ("", "")
     assert ids(["LABEL_0", "LABEL_1"], (3, "dog"), (5, "cat")) == [3, 5]
+    assert capsys.readouterr() == (
+        "", "--model m: it shares no class name with val.json; its classes are taken by position, LABEL_0 as dog and "
+        "so on\n"
+    )  # fmt: skip
     assert ids([f"LABEL_{i}" for i in range(91)], (1, "person"), (90, "toothbrush"))[88:] == [None, None, 90]
+    assert "its classes are taken as COCO's ids, LABEL_1 as person and so on" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="knows 3 classes, but not birds of val.json, which has not its bird; give "):
+        ids(["cat", "bird", "dog"], (1, "dog"), (2, "birds"), (3, "cat"))
+    with pytest.raises(UsageError, match="not c, d, e and 1 more of val.json, which has not its x0, x1, x10 and 86"):
+        ids(["a", "b", *(f"x{i}" for i in range(89))], *enumerate("abcdef"))
     with pytest.raises(UsageError, match="knows 3 classes, but not cat, dog of val.json"):
         ids(["a", "b", "c"], (3, "dog"), (5, "cat"))
     with pytest.raises(UsageError, match="knows 3 classes, but not Cat of val.json"):
@@ -498,11 +569,39 @@ def test_masks_out_of_mask2formers_outputs():
     classes[0, 1] = torch.tensor([-20.0, 9.0, 0.0])
     outputs = SimpleNamespace(class_queries_logits=classes, masks_queries_logits=logits)
     found = tasks._mask2former_detect(outputs, size)
-    assert found.masks.shape == (6, *size) and found.labels[0] == 1
+    assert len(found.masks) == 6 and found.labels[0] == 1
     assert 0.9 < found.scores[0] <= 1 and (found.scores[1:] < 1e-3).all()
     truth = torch.zeros(size, dtype=torch.bool)
     truth[4:12, 8:24] = True
-    assert (found.masks[0] & truth).sum() > 0.9 * (found.masks[0] | truth).sum()  # bilinear corners are round
+    mask = torch.from_numpy(coco.decode(found.masks[0], *size)).bool()
+    assert (mask & truth).sum() > 0.9 * (mask | truth).sum()  # bilinear corners are round
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 100])
+def test_every_querys_mask_is_made_once_and_few_at_a_time(at_once, monkeypatch):
+    """Bit by bit what comes of all (query, class) pairs together."""
+    # For very small images torch chooses the way to enlarge by how many there are.
+    size, interpolate, made = (64, 96), torch.nn.functional.interpolate, []
+    torch.manual_seed(0)
+    outputs = SimpleNamespace(
+        class_queries_logits=3 * torch.randn(1, 30, 9), masks_queries_logits=torch.randn(1, 30, 12, 18)
+    )
+    scores = outputs.class_queries_logits[0].softmax(-1)[:, :-1]
+    best = scores.flatten().topk(100)
+    logits = interpolate(outputs.masks_queries_logits[:, best.indices // 8], size, mode="bilinear")[0]
+    masks = logits > 0
+    expected = best.values * ((logits.sigmoid() * masks).sum((1, 2)) / masks.sum((1, 2)).clamp(min=1))
+
+    def counted(logits, *args, **options):
+        made.append(logits.shape[1])
+        return interpolate(logits, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", counted)
+    monkeypatch.setattr(tasks, "MASK_PIXELS", at_once * size[0] * size[1])
+    found = tasks._mask2former_detect(outputs, size)
+    assert max(made) <= at_once and sum(made) == len((best.indices // 8).unique()) <= 30
+    assert torch.equal(found.scores, expected) and torch.equal(found.labels, best.indices % 8)
+    assert found.masks == [coco.encode(mask) for mask in masks]
 
 
 def test_boxes_out_of_deformable_detrs_outputs():

@@ -72,7 +72,7 @@ def _batches(device: torch.device) -> list[dict[str, list[Tensor] | Tensor]]:
         write(Path(folder), "train", _IMAGES, _SIZE, seed=0)
         split = read_split(folder, "train", masks=True)
         images = TrainingImages(
-            split, masks=True, size=_SIZE, augment=False, mean=[0.5] * 3, std=[0.25] * 3, seed=0
+            split, masks=True, size=_SIZE, augment=False, mean=[127.5] * 3, std=[63.75] * 3, seed=0
         )  # fmt: skip
         samples = [images[0, i] for i in range(_IMAGES)]
     groups = [samples[i : i + _BATCH] for i in range(0, _IMAGES, _BATCH)]

@@ -26,7 +26,8 @@ LAYOUTS = (
 )
 SMALLEST = 0.5  # of the square, that augmentation scales an image to
 _SLACK = 1.0  # pixels by which a box may leave its image: published data sets round
-_ORIENTATION = 0x0112  # EXIF tag; above 4, the picture is stored on its side
+_ORIENTATION = 0x0112  # EXIF tag
+_ON_ITS_SIDE = (5, 6, 7, 8)  # its values that swap height and width
 _NAMED = 3  # problems that an error spells out
 
 
@@ -47,7 +48,8 @@ class Problem:
 class Split:
     """One split of a data set, checked. Labels number the categories from 0 in the order of their ids.
 
-    `annotations` holds the objects of each image id, crowds included; `description` is the data set's own.
+    `annotations` holds the objects of each image id, crowds included; `description` is the data set's own; `turned`
+    counts the images that are stored turned or mirrored, as their EXIF orientation says.
     """
 
     file: Path
@@ -57,6 +59,7 @@ class Split:
     categories: list[dict[str, Any]]
     problems: list[Problem] = field(default_factory=list)
     description: str = ""
+    turned: int = 0
 
     @property
     def id2label(self) -> dict[int, str]:
@@ -119,7 +122,7 @@ def read_split(
         value, times = Counter(category[key] for category in categories).most_common(1)[0]
         if times > 1:
             raise UsageError(f"{file}: {times} categories have the {key} {value}; give each its own")
-    problems = list(_check_images(file, folder, images, least_edge))
+    problems, turned = _check_images(file, folder, images, least_edge)
     broken = {problem.image_id for problem in problems}
     images = [image for image in images if image.get("id") not in broken]
     sizes = {image["id"]: (image["height"], image["width"]) for image in images}
@@ -143,7 +146,7 @@ def read_split(
         raise UsageError(f"{file}: it names no image that can be used")
     info = document.get("info")
     description = " ".join(str(info.get("description", "")).split()) if isinstance(info, dict) else ""
-    return Split(file, folder, images, dict(kept), categories, problems, description)
+    return Split(file, folder, images, dict(kept), categories, problems, description, turned)
 
 
 def _check_rows(name: str, rows: Any, *ids: str) -> None:
@@ -175,41 +178,60 @@ def _find(root: Path, split: str) -> tuple[Path, Path]:
     raise UsageError(f"--data {root}: no {split} split in it; needed is {wanted}")
 
 
-def _check_images(file: Path, folder: Path, images: list[dict[str, Any]], least_edge: int | None) -> Iterator[Problem]:
+def _check_images(
+    file: Path, folder: Path, images: list[dict[str, Any]], least_edge: int | None
+) -> tuple[list[Problem], int]:
+    """Returns what is wrong, and how many of the sound images are stored turned or mirrored."""
     from tqdm import tqdm
 
-    seen = set()
+    problems, turned, seen = [], 0, set()
     for image in tqdm(images, desc=f"check {file.name}", unit="image", leave=False, disable=None, delay=1):
         identity = image.get("id")
-        if (
-            kind := "id is missing or used twice"
-            if identity is None or identity in seen
-            else _image_problem(folder, image, least_edge)
-        ):
+        kind, orientation = "id is missing or used twice", None
+        if identity is not None and identity not in seen:
+            kind, orientation = _look_at(folder, image, least_edge)
+        if kind:
             path = str(folder / str(image.get("file_name"))).encode(errors="backslashreplace").decode()
-            yield Problem(kind, f"{file}: image {identity} ({path})", identity)
+            problems.append(Problem(kind, f"{file}: image {identity} ({path})", identity))
+        # Any other value turns nothing.
+        elif orientation in (2, 3, 4, *_ON_ITS_SIDE):
+            turned += 1
         seen.add(identity)
+    return problems, turned
 
 
-def _image_problem(folder: Path, image: Mapping[str, Any], least_edge: int | None) -> str | None:
+def _look_at(folder: Path, image: Mapping[str, Any], least_edge: int | None) -> tuple[str | None, Any]:
+    """Returns what is wrong with an image, or None, and its EXIF orientation."""
     from PIL import Image
 
     if not all(isinstance(image.get(key), int) and image[key] > 0 for key in ("height", "width")):
-        return "height or width is no positive integer"
+        return "height or width is no positive integer", None
     if not (isinstance(image.get("file_name"), str) and image["file_name"]):
-        return "file_name is missing"
+        return "file_name is missing", None
     try:
         with Image.open(folder / image["file_name"]) as opened:
-            if problem := range_problem(opened):
-                return problem
-            size = opened.size[:: -1 if opened.getexif().get(_ORIENTATION, 1) > 4 else 1]
+            stored, orientation = opened.size, opened.getexif().get(_ORIENTATION)
+            problem = range_problem(opened)
     except FileNotFoundError:
-        return "no such file"
+        return "no such file", None
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        return f"not a readable image: {error}"
+        return f"not a readable image: {error}", None
+    return problem or _size_problem(image, stored, orientation, least_edge), orientation
+
+
+def _size_problem(
+    image: Mapping[str, Any], stored: tuple[int, int], orientation: Any, least_edge: int | None
+) -> str | None:
+    size = stored[::-1] if orientation in _ON_ITS_SIDE else stored
     expected = (image["width"], image["height"])
     if size != expected:
-        return f"size differs: the file has {size[0]}x{size[1]}, the annotations {expected[0]}x{expected[1]}"
+        problem = f"size differs: the file has {size[0]}x{size[1]}, the annotations {expected[0]}x{expected[1]}"
+        if stored == expected:
+            problem += (
+                f", which is its size before EXIF orientation {orientation} turns it; annotate the turned picture, "
+                "or store it without that tag"
+            )
+        return problem
     if least_edge is not None and max(size) > min(size) * least_edge:
         return f"too narrow: nothing is left of {size[0]}x{size[1]} where its longer edge has {least_edge} pixels"
     return None
@@ -318,6 +340,13 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
     return coco_mask.decode(segmentation)
 
 
+def encode(pixels: Tensor) -> dict[str, Any]:
+    """Returns the compressed run lengths of pixels (H, W) of bool."""
+    from pycocotools import mask as coco_mask
+
+    return coco_mask.encode(np.asfortranarray(pixels.cpu().numpy(), dtype=np.uint8))
+
+
 class TrainingImages(Dataset):
     """Square training inputs with their targets.
 
@@ -329,7 +358,7 @@ class TrainingImages(Dataset):
         masks: masks as targets in place of boxes.
         size: edge of the square in pixels.
         augment: mirror, scale and crop, change colours; otherwise fit the whole image into the square.
-        mean, std: for normalisation, 3 each.
+        mean, std: for normalisation, 3 each, of the levels 0 to 255.
         seed: of the augmentation.
         skip_broken: the next image takes the place of one that cannot be read. Its header may have looked sound.
     """
@@ -351,13 +380,13 @@ class TrainingImages(Dataset):
 
         self.split, self.masks, self.augment, self.seed, self.skip_broken = split, masks, augment, seed, skip_broken
         # The padding becomes zero when it is normalised.
-        fill = {Image: [round(255 * x) for x in mean], Mask: 0}
+        fill = {Image: [min(max(round(x), 0), 255) for x in mean], Mask: 0}
         scales = (SMALLEST, 2.0) if augment else (1.0, 1.0)
         steps = [v2.ScaleJitter((size, size), scale_range=scales, antialias=True)]
         steps += [v2.RandomCrop((size, size), pad_if_needed=True, fill=fill)]
         if augment:
             steps += [v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)]
-        steps += [v2.ToDtype({Image: torch.float32, "others": None}, scale=True), v2.Normalize(mean, std)]
+        steps += [v2.ToDtype({Image: torch.float32, "others": None}), v2.Normalize(mean, std)]
         self.transform = v2.Compose(steps)
 
     def __len__(self) -> int:

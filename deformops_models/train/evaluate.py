@@ -6,12 +6,11 @@ import argparse
 import contextlib
 import io
 import json
-import math
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -20,9 +19,17 @@ from deformops_models.backend import call_counts
 from deformops_models.console import UsageError, pick_device, require, table
 from deformops_models.hub import local_name
 from deformops_models.patching import unpatch
-from deformops_models.predict import UnfitError, prepare, quiet_transformers, read_image
+from deformops_models.predict import RESULTS, UnfitError, check_finite, prepare, quiet_transformers, read_image
 from deformops_models.train.coco import Split, count_problems, decode, read_split
-from deformops_models.train.tasks import Task, find_task, has_weights, load_model, load_processor
+from deformops_models.train.tasks import (
+    Task,
+    class_names,
+    find_task,
+    has_weights,
+    load_model,
+    load_processor,
+    match_names,
+)
 
 #: The first entries of pycocotools' statistics.
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")
@@ -41,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--model {args.model}: it has no weights to evaluate")
     split = read_split(args.data, args.split, masks=task.masks, skip_broken=args.skip_broken)
     if split.problems:
-        print(f"left out: {count_problems(split.problems)}")
+        _notice(f"left out: {count_problems(split.problems)}")
+    if split.turned:
+        _notice(f"images turned as their EXIF orientation says: {split.turned}")
     indices: Sequence[int] = range(len(split.images))[: args.limit]
     rows: dict[str, dict[str, float | None]] = {}
     with quiet_transformers():
@@ -57,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
             found = detect(model, processor, task, split, indices, dtype, labels, args.workers, skipped=skipped)
             speed = len(indices) / (time.perf_counter() - start)
             if skipped:
-                print("left out: " + "; ".join(skipped.values()))
+                _notice("left out: " + "; ".join(skipped.values()))
                 indices = [i for i in indices if i not in skipped]
             rows[name] = average_precision(split, found, task.metric, indices) | {"images/s": speed}
             if name == "patched" and call_counts["msda_forward"] == before:
-                print("the patched model ran upstream's own forward, as it does without a GPU")
+                _notice("the patched model ran upstream's own forward, as it does without a GPU")
     if args.json:
         print(
             json.dumps({"model": args.model, "data": args.data, "images": len(indices), "metric": task.metric, **rows})
@@ -73,27 +82,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _notice(text: str) -> None:
+    """Prints what is not a result: standard output may be JSON."""
+    print(text, file=sys.stderr)
+
+
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
 def _category_ids(model: str, id2label: Mapping[int, str], split: Split) -> list[Any]:
-    """The data set's category id of each of the model's labels, or None; by name, by count, or by COCO's own ids."""
-    ids = [category["id"] for category in split.categories]
-    for same in (str, str.casefold):
-        by_name = {same(category["name"]): category["id"] for category in split.categories}
-        names = [same(id2label[label]) for label in range(len(id2label))]
-        # Two names may differ in case alone.
-        if set(by_name) <= set(names) and len(by_name) == len(ids):
-            return [by_name.get(name) for name in names]
-    if len(ids) == len(names):
-        return ids
-    if all(isinstance(i, int) and 0 <= i < len(names) for i in ids) and len(names) == 91:  # COCO's ids go to 90
-        return [i if i in ids else None for i in range(len(names))]
-    missing = sorted({category["name"] for category in split.categories} - set(id2label.values()))
+    """The data set's category id of each of the model's labels, or None: by name; where no name is shared, by position.
+
+    Raises:
+        UsageError: the model does not know all of the data's classes.
+    """
+    ids, names = zip(*((category["id"], category["name"]) for category in split.categories), strict=True)
+    known = class_names(id2label)
+    labels = match_names(names, known)
+    if None not in labels:
+        by_label = dict(zip(labels, ids, strict=True))
+        return [by_label.get(label) for label in range(len(known))]
+    if labels.count(None) == len(labels):
+        none = f"--model {model}: it shares no class name with {split.file}; its classes are taken"
+        if len(ids) == len(known):
+            _notice(f"{none} by position, {known[0]} as {names[0]} and so on")
+            return list(ids)
+        if all(isinstance(i, int) and 0 <= i < len(known) for i in ids) and len(known) == 91:  # COCO's ids go to 90
+            _notice(f"{none} as COCO's ids, {known[ids[0]]} as {names[0]} and so on")
+            return [i if i in ids else None for i in range(len(known))]
+    lacking = [name for name, label in zip(names, labels, strict=True) if label is None]
+    others = [name for label, name in enumerate(known) if label not in labels]
     raise UsageError(
-        f"--model {model}: it knows {len(names)} classes, but not {', '.join(missing[:3])} of {split.file}"
+        f"--model {model}: it knows {len(known)} classes, but not {_some(lacking)} of {split.file}, which has not its "
+        f"{_some(others)}; give the same classes the same names, or fine-tune the model on this data"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 class _Images(Dataset):
@@ -135,6 +163,7 @@ def detect(
     workers: int = 0,
     quiet: bool = False,
     skipped: dict[int, str] | None = None,
+    precision: str = "--dtype float32",
 ) -> list[dict[str, Any]]:
     """Runs a model on images, one at a time, since padding to a common size would change what it sees.
 
@@ -148,9 +177,13 @@ def detect(
         workers: processes that read images.
         quiet: shows no progress bar.
         skipped: gets the indices of images that cannot be read, and what is wrong with them; None raises UsageError.
+        precision: the command's option for float32.
 
     Returns:
         Detections in COCO's result format.
+
+    Raises:
+        UsageError: an image cannot be read, or the model gives numbers that are not finite.
     """
     from tqdm import tqdm
 
@@ -166,7 +199,11 @@ def detect(
             skipped[index] = str(problem)
         mask = pixels.new_ones(pixels.shape[0], *pixels.shape[-2:], dtype=torch.int64)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            outputs = model(pixel_values=pixels.to(device), pixel_mask=mask.to(device))
+            outputs = model(pixel_values=pixels.to(device, torch.float32), pixel_mask=mask.to(device))
+        try:
+            check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device, precision)
+        except UnfitError as error:
+            raise UsageError(f"{split.path(index)}: {error}") from error
         # Of sharded models every process has to run as many images as the others, whatever is in them.
         if problem is None:
             results += _as_results(task.detect(outputs, size), split.images[index]["id"], category_ids)
@@ -174,15 +211,13 @@ def detect(
 
 
 def _as_results(found: Any, image_id: Any, category_ids: list[Any]) -> list[dict[str, Any]]:
-    from pycocotools import mask as coco_mask
-
     rows = []
     for k, (label, score) in enumerate(zip(found.labels.tolist(), found.scores.tolist(), strict=True)):
         row = {"image_id": image_id, "category_id": category_ids[label], "score": score}
-        if row["category_id"] is None or not math.isfinite(score):
+        if row["category_id"] is None:
             continue
         if found.masks is not None:
-            row["segmentation"] = coco_mask.encode(np.asfortranarray(found.masks[k].numpy(), dtype=np.uint8))
+            row["segmentation"] = found.masks[k]
         else:
             x0, y0, x1, y1 = found.boxes[k].tolist()
             row["bbox"] = [x0, y0, x1 - x0, y1 - y0]

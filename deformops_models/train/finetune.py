@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from deformops_models.train.tasks import (
     has_weights,
     load_model,
     load_processor,
+    normalization,
     parameter_groups,
 )
 
@@ -59,6 +60,7 @@ _SAME = (
 #: The same of what is no argument, and what it is called.
 _SAME_TOO = {
     "data": "--data",
+    "val": "--data",
     "images_per_step": "--batch-size x --accumulate x number of processes",
     "precision": "precision",
 }
@@ -161,6 +163,7 @@ class _Training:
         self.out = out
         self.last, self.best = self.out / "last", self.out / "best"
         self.noted: set[str] = set()
+        state = self._last_state()
         self.train, self.val = (self._read(split) for split in ("train", "val"))
         if self.train.categories != self.val.categories:
             raise UsageError(f"{self.train.file} and {self.val.file} have different categories; give both the same")
@@ -170,7 +173,7 @@ class _Training:
         if args.warmup is not None and args.warmup > self.steps:
             raise UsageError(f"--warmup {args.warmup}: the whole training has {self.steps} steps")
         self.images_per_step = micro_batch * args.accumulate
-        self._restore_or_begin()
+        self._restore_or_begin(state)
 
     def _read(self, name: str) -> Split:
         args = self.args
@@ -187,6 +190,8 @@ class _Training:
             listed = dict.fromkeys([*map(str, split.problems), *before])
             record.write_text("".join(f"{problem}\n" for problem in listed), encoding="utf-8")
             self._say(f"left out of {name}: {count_problems(split.problems)}; listed in {record}")
+        if split.turned and self.accelerator.is_main_process:
+            self._say(f"images of {name} turned as their EXIF orientation says: {split.turned}")
         return split
 
     def _skipped_file(self, split: str) -> Path:
@@ -201,12 +206,10 @@ class _Training:
                 with self._skipped_file(split).open("a", encoding="utf-8") as file:
                     file.write(f"{problem}\n")
 
-    def _restore_or_begin(self) -> None:
-        """Builds model, optimizer and schedule, anew or as the last checkpoint has them."""
-        from accelerate.utils import broadcast_object_list
-
-        args, main = self.args, self.accelerator.is_main_process
-        if main:
+    def _last_state(self) -> dict[str, Any] | None:
+        """Reads the last checkpoint, if there is one; refuses before any file is changed."""
+        args = self.args
+        if self.accelerator.is_main_process:
             checkpoint.recover(self.best)
             checkpoint.recover(self.last)
             clear_left_overs(self.out / _LOG)
@@ -215,17 +218,25 @@ class _Training:
         state = checkpoint.load_state(self.last)
         if state and not args.resume:
             raise UsageError(f"--out {args.out}: it holds a training at step {state['step']}; add --resume to go on")
-        if not state and not args.resume and self.best.exists():
-            raise UsageError(f"--out {args.out}: a new training would replace its best/; choose another --out")
+        if not state and self.best.exists():
+            gone = "there is no last/ to go on from, and " if args.resume else ""
+            raise UsageError(f"--out {args.out}: {gone}a new training would replace its best/; choose another --out")
         if state and not (has_weights(str(self.last)) and (self.last / "preprocessor_config.json").is_file()):
             raise UsageError(f"{self.last}: its weights or preprocessor_config.json are gone; start in another --out")
+        return state
+
+    def _restore_or_begin(self, state: Mapping[str, Any] | None) -> None:
+        """Builds model, optimizer and schedule, anew or as the last checkpoint has them."""
+        from accelerate.utils import broadcast_object_list
+
+        args, main = self.args, self.accelerator.is_main_process
         torch.manual_seed(args.seed)
         source = str(self.last) if state else args.model
         scratch = not has_weights(args.model)
         if args.backbone_scale is None:
             args.backbone_scale = 1.0 if scratch else 0.1
         self._check_same(state)
-        model = load_model(self.task, source, self.train.id2label)
+        model = load_model(self.task, source, self.train.id2label, say=self._say if main else lambda _: None)
         if left := report(model).skipped:
             raise UsageError(f"--model {args.model}: this version of transformers is not one known here: {left[0]}")
         # Two of each while one replaces the other: weights, averaged ones and Adam's moments in `last`; `best`.
@@ -233,7 +244,7 @@ class _Training:
         self.processor = load_processor(self.task, source, args.image_size)
         self.average = None
         if args.ema:
-            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema))
+            self.average = AveragedModel(model, multi_avg_fn=_early_average(args.ema))
             self.average.requires_grad_(False)
             if not self.sharded:
                 self.average.to(self.accelerator.device)
@@ -263,6 +274,7 @@ class _Training:
         self.settings = {name: getattr(self.args, name) for name in _SAME}
         self.settings |= {
             "data": f"with the training set {self.train.digest} of {len(self.train.images)} images",
+            "val": f"with the validation set {self.val.digest} of {len(self.val.images)} images",
             "images_per_step": self.images_per_step,
             "precision": self.accelerator.mixed_precision.replace("no", "fp32"),
         }
@@ -351,13 +363,14 @@ class _Training:
     def _batches(self) -> Iterator[dict[str, Any]]:
         """All batches from this step on, through every epoch: the workers need not start again."""
         args, accelerator = self.args, self.accelerator
+        mean, std = normalization(self.processor)
         images = TrainingImages(
             self.train,
             masks=self.task.masks,
             size=args.image_size,
             augment=args.augment,
-            mean=list(self.processor.image_mean),
-            std=list(self.processor.image_std),
+            mean=mean,
+            std=std,
             seed=args.seed,
             skip_broken=args.skip_broken,
         )
@@ -455,9 +468,17 @@ class _Training:
 
     @contextmanager
     def _named(self, paths: list[str]) -> Iterator[None]:
-        """Adds the step and the images to an error about odd numbers."""
+        """Adds the step and the images to an error about odd numbers, and the options to one about too few."""
         try:
             yield
+        except ValueError as error:
+            # Which norms see how many numbers is known to torch alone.
+            if not str(error).startswith("Expected more than 1 value per channel"):
+                raise
+            raise UsageError(
+                f"--image-size {self.args.image_size} with --batch-size {self.args.batch_size}: they leave a batch "
+                "norm of the model one number per channel, which has no variance; use a larger one of the two"
+            ) from error
         except FloatingPointError as error:
             raise UsageError(
                 f"step {self.step + 1}, with {', '.join(paths)}: {error}; look at these images and their annotations, "
@@ -487,7 +508,7 @@ class _Training:
         with torch.compiler.set_stance("force_eager"):
             found = detect(
                 model, self.processor, self.task, self.val, looked_at, dtype, ids, self.args.workers,
-                quiet=not accelerator.is_main_process, skipped=skipped,
+                quiet=not accelerator.is_main_process, skipped=skipped, precision="--fp32",
             )  # fmt: skip
         if self.sharded:
             model.reshard()
@@ -551,6 +572,16 @@ class _Training:
 
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def _early_average(decay: float) -> Callable[[list[Tensor], list[Tensor], Tensor], None]:
+    """An exponential average whose decay rises to `decay`: else it would hold on to the start of a short training."""
+
+    def update(averaged: list[Tensor], current: list[Tensor], updates: Tensor) -> None:
+        count = int(updates)
+        get_ema_multi_avg_fn(min(decay, (1 + count) / (10 + count)))(averaged, current, updates)
+
+    return update
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ from deformops_models import hub
 from deformops_models.console import UsageError
 from deformops_models.patching import patch, unpatch
 from deformops_models.predict import folder_loader
+from deformops_models.train.coco import encode
 
 #: As the evaluator counts them.
 MAX_DETECTIONS = 100
+#: Pixels of the masks that are made at once, on which an evaluation's memory depends.
+MASK_PIXELS = 2**24
 #: For `DistributedDataParallel`: a model with dropout may drop whole layers.
 DDP_OPTIONS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 #: For `torch._dynamo.config.recompile_limit` where `compile_regions` is used: the deepest Swin has 24 layers.
@@ -26,15 +30,15 @@ REGION_VARIANTS = 64
 
 @dataclass(frozen=True)
 class Detections:
-    """What a model found in one image: labels (N,), scores (N,), and boxes (N, 4) as x0, y0, x1, y1 or masks (N, H, W).
+    """What a model found in one image: labels (N,), scores (N,), and boxes (N, 4) as x0, y0, x1, y1 or N masks.
 
-    Everything is on the CPU; boxes are in pixels.
+    Everything is on the CPU; boxes are in pixels, masks in COCO's compressed run lengths.
     """
 
     labels: Tensor
     scores: Tensor
     boxes: Tensor | None = None
-    masks: Tensor | None = None
+    masks: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Task:
     loader: Any
     #: Beginning of the names of the backbone's parameters.
     backbone: str
-    #: Parts of the names of what has an entry for each class.
-    classifier: tuple[str, ...]
+    #: Part of the names of the linear layers that have a row for each class.
+    classifier: str
     #: Parts of the names of what upstream has and never reads.
     unread: tuple[str, ...]
     masks: bool
@@ -94,14 +98,21 @@ def has_weights(model: str) -> bool:
     return not path.is_dir() or any(file for ending in ("*.safetensors", "*.bin") for file in path.glob(ending))
 
 
-def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patched: bool = True) -> nn.Module:
+def load_model(
+    task: Task,
+    model: str,
+    id2label: Mapping[int, str] | None,
+    patched: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> nn.Module:
     """Returns the model in float32 on the CPU.
 
     Args:
         task: the model's.
         model: alias, folder, folder with a config and no weights, or a name in `CONFIGS`.
-        id2label: its classes; the classifier starts anew where their number differs. None keeps the model's own.
+        id2label: its classes, whose weights are found by name. None keeps the model's own.
         patched: False leaves upstream's model as it is.
+        say: is told what becomes of the classifier where that is not kept as it is.
 
     Raises:
         UsageError: it cannot be loaded.
@@ -111,8 +122,9 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
         classes = {"id2label": dict(id2label), "label2id": {name: label for label, name in id2label.items()}}
     try:
         if has_weights(model):
-            anew = task.classifier if classes else ()
-            loaded = task.loader.from_pretrained(model, dtype=torch.float32, ignore_mismatched_sizes=anew, **classes)
+            loaded = task.loader.from_pretrained(model, dtype=torch.float32)
+            if id2label is not None:
+                set_classes(loaded, task, id2label, say)
             return loaded if patched else unpatch(loaded)
         import transformers
 
@@ -126,6 +138,74 @@ def load_model(task: Task, model: str, id2label: Mapping[int, str] | None, patch
         return patch(built) if patched else built
     except hub.CheckpointError as error:
         raise UsageError(f"--model {model}: {error}") from error
+
+
+def class_names(id2label: Mapping[int, str]) -> list[str]:
+    """The names in the order of their labels, which a file need not have."""
+    return [id2label[label] for label in sorted(id2label)]
+
+
+def match_names(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
+    """The position in `known` of each name, or None; case counts only where names differ in nothing else."""
+    fold: Callable[[str], str] = str.casefold
+    if any(len(set(map(fold, side))) < len(set(side)) for side in (names, known)):
+        fold = str
+    positions = {fold(name): position for position, name in enumerate(known)}
+    return [positions.get(fold(name)) for name in names]
+
+
+def set_classes(model: nn.Module, task: Task, id2label: Mapping[int, str], say: Callable[[str], None]) -> None:
+    """Gives a model other classes: those that it knows by name keep their weights, others start anew.
+
+    Names that transformers made up, as LABEL_0, stand for classes by their position.
+    """
+    names, known = class_names(id2label), class_names(model.config.id2label)
+    rows = match_names(names, known)
+    shared = len(names) - rows.count(None)
+    if not shared and len(names) == len(known) and all(re.fullmatch(r"LABEL_\d+", name) for name in known):
+        rows = list(range(len(known)))
+        say("the model's classes have no names: its classifier keeps their weights by position")
+    elif not shared:
+        say("the model knows none of the data's classes by name: its classifier starts anew")
+    elif rows != list(range(len(known))):
+        rest = "; the others start anew" if shared < len(names) else ""
+        say(f"{shared} of {len(names)} classes keep the weights that the model's classifier has for their names{rest}")
+    model.config.id2label = dict(id2label)
+    model.config.label2id = {name: label for label, name in id2label.items()}
+    if rows == list(range(len(known))):
+        return
+    heads: dict[nn.Parameter, nn.Linear] = {}
+    if getattr(model.config, "two_stage", False):
+        # The last one chooses queries by its first row, whatever the classes, and upstream's loss does not train it.
+        last = model.class_embed[-1]
+        by_position = [row if row < len(known) else None for row in range(len(names))]
+        heads[last.weight] = _with_rows(model, last, by_position, len(known))
+    for name, head in model.named_modules():
+        if task.classifier in name and isinstance(head, nn.Linear):
+            # Layers may share their parameters.
+            if head.weight not in heads:
+                heads[head.weight] = _with_rows(model, head, rows, len(known))
+            new = heads[head.weight]
+            head.weight, head.bias, head.out_features = new.weight, new.bias, new.out_features
+    if task.masks:  # Mask2Former's loss has a weight for each class
+        loss = model.criterion
+        loss.num_labels = len(names)
+        loss.empty_weight = torch.ones(len(names) + 1)
+        loss.empty_weight[-1] = loss.eos_coef
+
+
+def _with_rows(model: nn.Module, head: nn.Linear, rows: Sequence[int | None], known: int) -> nn.Linear:
+    """A new head with these rows of the `known` ones, new ones for None, and those that follow, as "no object"."""
+    behind = head.out_features - known
+    new = nn.Linear(head.in_features, len(rows) + behind)
+    model._init_weights(new)  # as upstream begins
+    if any(row is not None for row in rows):
+        rows = [*rows, *range(known, head.out_features)]
+    with torch.no_grad():
+        for to, row in enumerate(rows):
+            if row is not None:
+                new.weight[to], new.bias[to] = head.weight[row], head.bias[row]
+    return new
 
 
 def load_processor(task: Task, model: str, size: int | None) -> Any:
@@ -148,6 +228,24 @@ def load_processor(task: Task, model: str, size: int | None) -> Any:
     if size is not None:
         processor.size = {"shortest_edge": size, "longest_edge": size}
     return processor
+
+
+def normalization(processor: Any) -> tuple[list[float], list[float]]:
+    """Mean and deviation, in levels of 0 to 255, that an image processor makes inputs with.
+
+    Raises:
+        UsageError: one of its settings is missing.
+    """
+    factor = processor.rescale_factor if processor.do_rescale else 1.0
+    if not factor:
+        raise UsageError(f"preprocessor_config.json: rescale_factor is {factor}; give a number, or do_rescale false")
+    if not processor.do_normalize:
+        return [0.0] * 3, [1 / factor] * 3
+    for name in ("image_mean", "image_std"):
+        value = getattr(processor, name)
+        if not (isinstance(value, Sequence) and len(value) == 3):
+            raise UsageError(f"preprocessor_config.json: {name} is {value}; give three numbers, or do_normalize false")
+    return [x / factor for x in processor.image_mean], [x / factor for x in processor.image_std]
 
 
 def _objects_per_process(labels: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -308,12 +406,18 @@ def _mask2former_detect(outputs: Any, size: tuple[int, int]) -> Detections:
     scores = outputs.class_queries_logits[0].float().softmax(-1)[:, :-1]
     best = scores.flatten().topk(min(MAX_DETECTIONS, scores.numel()))
     queries, labels = best.indices // scores.shape[1], best.indices % scores.shape[1]
-    logits = nn.functional.interpolate(
-        outputs.masks_queries_logits[:, queries].float(), size, mode="bilinear", align_corners=False
-    )[0]
-    masks = logits > 0
-    inside = (logits.sigmoid() * masks).sum((1, 2)) / masks.sum((1, 2)).clamp(min=1)
-    return Detections(labels.cpu(), (best.values * inside).cpu(), masks=masks.cpu())
+    # A query may be there for several classes.
+    queries, of = queries.unique(return_inverse=True)
+    inside, masks = [], []
+    for some in queries.split(max(1, MASK_PIXELS // (size[0] * size[1]))):
+        logits = nn.functional.interpolate(
+            outputs.masks_queries_logits[:, some].float(), size, mode="bilinear", align_corners=False
+        )[0]
+        above = logits > 0
+        inside.append((logits.sigmoid() * above).sum((1, 2)) / above.sum((1, 2)).clamp(min=1))
+        masks += map(encode, above)
+    scores = best.values * torch.cat(inside)[of]
+    return Detections(labels.cpu(), scores.cpu(), masks=[masks[k] for k in of.tolist()])
 
 
 def _detr_detect(outputs: Any, size: tuple[int, int]) -> Detections:
@@ -333,7 +437,7 @@ TASKS = {
     "Mask2Former": Task(
         loader=hub.Mask2Former,
         backbone="model.pixel_level_module.encoder.",
-        classifier=("class_predictor.", "criterion.empty_weight"),
+        classifier="class_predictor",
         unread=(".swin.layernorm.",),  # the last norm of a Swin that is a backbone
         masks=True,
         share_count=_mask2former_share_count,
@@ -343,7 +447,7 @@ TASKS = {
     "DeformableDETR": Task(
         loader=hub.DeformableDETR,
         backbone="model.backbone.",
-        classifier=("class_embed.",),
+        classifier="class_embed",
         unread=(),
         masks=False,
         share_count=_detr_share_count,
