@@ -53,7 +53,7 @@ class Transformers:
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         strict: bool = True,
-        ignore_mismatched_sizes: bool | tuple[str, ...] = False,
+        ignore_mismatched_sizes: bool = False,
         **upstream_kwargs: Any,
     ) -> nn.Module:
         """Returns the upstream model with its weights, patched, in eval mode.
@@ -68,8 +68,8 @@ class Transformers:
             dtype: of the weights, such as torch.bfloat16, "bfloat16" or "auto"; by default upstream's own choice.
             strict: parameters that the checkpoint does not hold are an error; otherwise upstream initialises and
                 reports them.
-            ignore_mismatched_sizes: parameters of another shape than the config asks for start anew: all of them, or
-                those whose names hold one of these; others are an error.
+            ignore_mismatched_sizes: parameters of another shape than the config asks for start anew; otherwise they
+                are an error.
             upstream_kwargs: for upstream's `from_pretrained`: revision, cache_dir, local_files_only, token, ...
 
         Raises:
@@ -91,10 +91,8 @@ class Transformers:
         with _one_error(source, row, upstream_kwargs):
             upstream = cls._model_class(source, upstream_kwargs)
             model, loaded = upstream.from_pretrained(source, **upstream_kwargs | ours)
-        anew = ("",) if ignore_mismatched_sizes is True else ignore_mismatched_sizes or ()
-        mismatched = [key for key in loaded["mismatched_keys"] if not any(part in key[0] for part in anew)]
-        if mismatched:
-            name, held, asked = min(mismatched)
+        if loaded["mismatched_keys"] and not ignore_mismatched_sizes:
+            name, held, asked = min(loaded["mismatched_keys"])
             raise CheckpointError(
                 f"cannot load {source}: it holds {name} with shape {tuple(held)}, its config asks for {tuple(asked)}: "
                 "correct the config, or pass ignore_mismatched_sizes=True to start such parameters anew"

@@ -341,10 +341,10 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def encode(pixels: Tensor) -> dict[str, Any]:
-    """Returns the compressed run lengths of pixels (H, W) of bool."""
+    """Returns the compressed run lengths of pixels (H, W) of bool, on the CPU."""
     from pycocotools import mask as coco_mask
 
-    return coco_mask.encode(np.asfortranarray(pixels.cpu().numpy(), dtype=np.uint8))
+    return coco_mask.encode(np.asfortranarray(pixels.numpy(), dtype=np.uint8))
 
 
 class TrainingImages(Dataset):

@@ -415,7 +415,7 @@ def _mask2former_detect(outputs: Any, size: tuple[int, int]) -> Detections:
         )[0]
         above = logits > 0
         inside.append((logits.sigmoid() * above).sum((1, 2)) / above.sum((1, 2)).clamp(min=1))
-        masks += map(encode, above)
+        masks += map(encode, above.cpu())
     scores = best.values * torch.cat(inside)[of]
     return Detections(labels.cpu(), scores.cpu(), masks=[masks[k] for k in of.tolist()])
 
