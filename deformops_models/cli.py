@@ -179,7 +179,7 @@ def _add_training(commands: Any) -> None:
         nargs="?",
         const=0.999,
         metavar="DECAY",
-        help="evaluate and save averaged weights (0.999; at step t at most (1 + t) / (10 + t))",
+        help="evaluate and save averaged weights (0.999; less in the first steps)",
     )
     command.add_argument("--no-augment", dest="augment", action="store_false", help="no mirroring, scaling, colours")
     precision = command.add_mutually_exclusive_group()

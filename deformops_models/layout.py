@@ -82,7 +82,8 @@ def device_layout(shapes: Sizes, starts: Starts, rows: int, device: torch.device
             if starts.device == device:
                 return shapes, starts
             starts = starts.tolist()
-        _check_rows([(0, 0)] * len(starts), starts, rows)
+        if min(starts) < 0 or max(starts) > rows:
+            raise ValueError(f"level_start_index={list(starts)}: value has rows 0 to {rows}")
         return shapes, _device_tensor(tuple(starts), device)
     if _is_traced() or isinstance(shapes, Tensor) or isinstance(starts, Tensor):
         return _to_device(shapes, starts, rows, device)
@@ -90,13 +91,16 @@ def device_layout(shapes: Sizes, starts: Starts, rows: int, device: torch.device
     key = (tuple(map(tuple, shapes)), None if starts is None else tuple(starts), rows, device)
     found = _layouts.get(key)
     if found is None:
-        found = _layouts[key] = _to_device(shapes, starts, rows, device)
+        found = _layouts.setdefault(key, _to_device(shapes, starts, rows, device))
     return found
 
 
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
 def _is_traced() -> bool:
-    """Whether a compiler or a mode, such as that of fake tensors, looks on; it may not know tensors made before."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a tracer looks on, which does not know tensors made before."""
+    return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 # CUDA graphs keep reading these small tensors, so none is ever evicted.
@@ -165,6 +169,9 @@ def learn(*tensors: Tensor | None) -> None:
 
 def _to_device(shapes: Sizes, starts: Starts, rows: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     sizes, first_rows = host_layout(shapes, starts, rows)
+    if not torch.compiler.is_compiling():
+        # The kernels take a side above S for a mistake, in a level without pixels too.
+        sizes = [(height, width) if max(height, width) <= rows else (0, 0) for height, width in sizes]
     return _device_tensor(tuple(sizes), device), None if starts is None else _device_tensor(tuple(first_rows), device)
 
 
@@ -179,7 +186,8 @@ def _device_tensor(numbers: tuple, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
     if not traced:
-        _tensors[numbers, device] = tensor
+        # Of two threads the first one's tensor is kept: another's address would be known and then be somebody else's.
+        tensor = _tensors.setdefault((numbers, device), tensor)
         _numbers[tensor.data_ptr()] = numbers
     return tensor
 
@@ -223,10 +231,4 @@ def _check_rows(sizes: list[tuple[int, int]], starts: list[int], rows: int) -> N
             raise ValueError(
                 f"spatial_shapes and level_start_index put level {level} ({height}×{width}) at rows {start} to "
                 f"{start + height * width}, but value has {rows} rows"
-            )
-        # The kernels take it for a mistake, as they do where nobody can look at the numbers.
-        if not torch.compiler.is_compiling() and max(height, width) > rows:
-            raise ValueError(
-                f"spatial_shapes has level {level} as {height}×{width}, which is empty but has a side above value's "
-                f"{rows} rows: use (0, 0)"
             )

@@ -334,15 +334,17 @@ def patched(
         PatchError: as `patch`; at the end of the block as `unpatch`, with the block's own error as its context.
     """
     _check_model(model)
-    before = {m: m.__dict__.get("deformops_backend") for m in model.modules() if isinstance(m, PatchedModule)}
-    swapped = _patch(model, as_backend(backend), strict, filter, parts)
+    with _swapping:
+        before = {m: m.__dict__.get("deformops_backend") for m in model.modules() if isinstance(m, PatchedModule)}
+        swapped = _patch(model, as_backend(backend), strict, filter, parts)
     try:
         yield model
     finally:
-        for module, backend in before.items():
-            if isinstance(module, PatchedModule):
-                _set_backend(module, backend)
-        _restore(swapped)
+        with _swapping:
+            for module, backend in before.items():
+                if isinstance(module, PatchedModule):
+                    _set_backend(module, backend)
+            _restore(swapped)
 
 
 def report(model: nn.Module) -> Report:

@@ -360,13 +360,11 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
 RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
 
 
-def check_finite(
-    results: list[Tensor], dtype: torch.dtype, device: torch.device, option: str = "--dtype float32"
-) -> None:
-    """Raises `UnfitError` for a NaN or an infinity; `option` is the command's for more precision."""
+def check_finite(results: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `UnfitError` for a NaN or an infinity."""
     if not all(result.isfinite().all() for result in results):
         name = str(dtype).removeprefix("torch.")
-        remedy = "" if dtype == torch.float32 else f": use {option}"
+        remedy = "" if dtype == torch.float32 else ": use --dtype float32"
         raise UnfitError(f"the model gives numbers that are not finite in {name} on {device}{remedy}")
 
 

@@ -23,7 +23,7 @@ def main() -> None:
     categories = json.loads(file.read_text())["categories"]
     labels = {category["id"]: label for label, category in enumerate(categories)}
     names = {labels[category["id"]]: category["name"] for category in categories}
-    model = dm.DeformableDETR.from_pretrained(  # upstream's model, patched
+    model = dm.DeformableDETR.from_pretrained(  # upstream's, patched; as many classes keep their places
         args.model, device=device, dtype=torch.float32, id2label=names, ignore_mismatched_sizes=True
     )
     processor = dm.DeformableDETR.processor(args.model, size="hub")

@@ -24,7 +24,7 @@ def main() -> None:
     categories = json.loads(file.read_text())["categories"]
     labels = {category["id"]: label for label, category in enumerate(categories)}
     names = {labels[category["id"]]: category["name"] for category in categories}
-    model = dm.Mask2Former.from_pretrained(  # upstream's model, patched
+    model = dm.Mask2Former.from_pretrained(  # upstream's, patched; as many classes keep their places
         args.model, dtype=torch.float32, id2label=names, ignore_mismatched_sizes=True
     )
     processor = dm.Mask2Former.processor(args.model, size="hub")

@@ -105,54 +105,78 @@ class _Anywhere(_Copied):
         return super().obstacle(module) or (None if self.is_patched(module) else _difference(module))
 
 
-@torch.no_grad()
 def _difference(module: nn.Module) -> str | None:
     """Why a copy's own forward is not the original's, as far as random numbers show; or None."""
-    with _disable_current_modes(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        generator = torch.Generator().manual_seed(0)
+    parts = (*module.named_parameters(), *module.named_buffers(), *module.named_children())
+    if own := [name for name, _ in parts if name.split(".")[0] not in _PROJECTIONS]:
+        return f"it has {', '.join(own)} beside the four projections"
+    generator = torch.Generator().manual_seed(0)
 
-        def random(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator, dtype=torch.float32) - 0.5
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32) - 0.5
 
-        reason = "its forward could not be tried: "
+    with (
+        _disable_current_modes(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
         try:
             twin = _twin(module, random)
             forward = _without_extension(type(module).forward)
-            query = random(2, 5, twin.sampling_offsets.in_features)
-            sizes = [(2 + level % 2, 3 + level % 3) for level in range(module.n_levels)]
-            values = random(2, sum(height * width for height, width in sizes), twin.value_proj.in_features)
+            found = [_try(twin, forward, coordinates, random) for coordinates in (2, 4)]
         except (AttributeError, TypeError) as error:
-            return f"{reason}{error}"
-        padding = random(*values.shape[:2]) > 0.25
-        shapes, starts = torch.tensor(sizes), torch.tensor(level_starts(sizes))
-        errors = []
-        # Not every copy takes boxes.
-        for coordinates in (2, 4):
-            places = random(2, 5, module.n_levels, coordinates) + 0.5
-            try:
-                found = forward(twin, query, places, values, shapes, starts, padding)
-            except Exception as error:
-                errors.append(" ".join(str(error).split())[:200] or type(error).__name__)
-                continue
-            expected = attend(twin, _split(twin), query, places, values, shapes, padding, "eager")
-            if not isinstance(found, Tensor) or found.shape != expected.shape:
-                return f"its forward returns another thing than ({', '.join(map(str, expected.shape))})"
-            error = ((found - expected).norm() / expected.norm()).item()
-            if not error < 1e-3:
-                return f"its forward computes something else: with {coordinates} coordinates it is {error:.1%} away"
-        return reason + errors[0] if len(errors) == 2 else None
+            return f"its forward could not be tried: {error}"
+    # Not every copy takes boxes.
+    ran = [difference for difference, error in found if error is None]
+    return next(filter(None, ran), None) if ran else f"its forward could not be tried: {found[0][1]}"
+
+
+def _try(
+    twin: nn.Module, forward: Callable[..., Tensor], coordinates: int, random: Callable[..., Tensor]
+) -> tuple[str | None, str | None]:
+    """How a forward differs from ours, and what it raised."""
+    sizes = [(2 + level % 2, 3 + level % 3) for level in range(twin.n_levels)]
+    query = random(2, 5, twin.sampling_offsets.in_features)
+    places = random(2, 5, twin.n_levels, coordinates) + 0.5
+    values = random(2, sum(height * width for height, width in sizes), twin.value_proj.in_features)
+    padding = random(*values.shape[:2]) > 0.25
+    shapes, starts = torch.tensor(sizes), torch.tensor(level_starts(sizes))
+    try:
+        expected = attend(twin, _split(twin), query, places, values, shapes, padding, "eager")
+        found = forward(twin, query, places, values, shapes, starts, padding)
+    except Exception as error:
+        return None, " ".join(str(error).split())[:200] or type(error).__name__
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return f"its forward returns another thing than ({', '.join(map(str, expected.shape))})", None
+    error = ((found - expected).norm() / expected.norm()).item()
+    if error < 1e-3:
+        return None, None
+    return f"its forward computes something else: with {coordinates} coordinates it is {error:.1%} away", None
 
 
 def _twin(module: nn.Module, random: Callable[..., Tensor]) -> nn.Module:
-    """The module with other projections: its own may be on meta, quantised or adapted, and may have hooks."""
+    """The module, in training, with other projections: its own may be on meta, quantised or adapted, or have hooks."""
+    layers = {name: getattr(module, name) for name in _PROJECTIONS}
     twin = object.__new__(type(module))
-    twin.__dict__ = module.__dict__ | {"training": False, "_modules": dict(module._modules)}
-    for name in _PROJECTIONS:
-        layer = getattr(module, name)
-        twin._modules[name] = linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        linear.weight = nn.Parameter(random(*linear.weight.shape))
-        linear.bias = nn.Parameter(random(*linear.bias.shape))
+    twin.__dict__ = module.__dict__ | {
+        "training": True,
+        "_modules": {name: _Linear(layer.in_features, layer.out_features, random) for name, layer in layers.items()},
+    }
     return twin
+
+
+class _Linear(nn.Module):
+    """Without parameters, which may be made elsewhere than asked for while a model is built."""
+
+    def __init__(self, in_features: int, out_features: int, random: Callable[..., Tensor]):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight, self.bias = random(out_features, in_features), random(out_features)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.weight, self.bias)
 
 
 def _without_extension(forward: Callable) -> Callable:

@@ -301,6 +301,11 @@ def test_gradients_repeat_bit_by_bit(queries):
                 assert torch.equal(result, first[name]), name
 
 
+def test_levels_may_be_empty(target):
+    sizes = [(0, 4), (3, 4), (99, 0)]
+    Problem.random(queries=20, channels=32, sizes=sizes, num_points=(2, 2, 2)).check(F32, *target)
+
+
 def test_sizes_may_be_transposed_int32(target):
     device, backend = target
     # Where both sides could be mistaken for each other without leaving the value's rows.

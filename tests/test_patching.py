@@ -1152,17 +1152,25 @@ def test_threads_patch_different_models(tiny):
     assert len({type(m) for model in models for m in attentions(model, TINY).values()}) == 1
 
 
-def test_threads_take_turns_with_one_model(tiny):
-    barrier = threading.Barrier(2)
+def test_a_thread_does_not_patch_what_another_is_looking_at(tiny):
+    looking, patched = threading.Event(), threading.Event()
 
-    def work(_):
-        barrier.wait(30)
-        for _ in range(100):
-            with dm.patched(tiny):
-                pass
+    def slow(module, name):
+        looking.set()
+        # The other thread is done by then if it does not wait for this one.
+        assert not patched.wait(0.2)
+        return True
+
+    def work(i):
+        if i:
+            assert looking.wait(30)
+            dm.patch(tiny)
+            patched.set()
+        else:
+            dm.patch(tiny, filter=slow)
 
     _run_threads(work, 2)
-    assert not any(isinstance(m, patching.PatchedModule) for m in tiny.modules())
+    assert len(dm.report(tiny).swapped) == 4
 
 
 def _run_threads(work, count: int) -> None:

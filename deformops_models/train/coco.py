@@ -49,7 +49,7 @@ class Split:
     """One split of a data set, checked. Labels number the categories from 0 in the order of their ids.
 
     `annotations` holds the objects of each image id, crowds included; `description` is the data set's own; `turned`
-    counts the images that are stored turned or mirrored, as their EXIF orientation says.
+    counts the images that are stored turned or mirrored, as their EXIF orientation says; `source` tells files apart.
     """
 
     file: Path
@@ -60,6 +60,7 @@ class Split:
     problems: list[Problem] = field(default_factory=list)
     description: str = ""
     turned: int = 0
+    source: str = ""
 
     @property
     def id2label(self) -> dict[int, str]:
@@ -78,7 +79,7 @@ class Split:
         objects = [
             [[a["category_id"], a["bbox"], a.get("area")] for a in self.objects(i)] for i in range(len(self.images))
         ]
-        return hashlib.sha256(json.dumps([names, objects, self.categories]).encode()).hexdigest()[:16]
+        return _digest(json.dumps([names, objects, self.categories]).encode())
 
     def path(self, index: int) -> Path:
         return self.folder / self.images[index]["file_name"]
@@ -86,6 +87,10 @@ class Split:
     def objects(self, index: int) -> list[dict[str, Any]]:
         """What a model is trained to find in an image: everything but crowds."""
         return [a for a in self.annotations.get(self.images[index]["id"], []) if not a.get("iscrowd")]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_split(
@@ -105,7 +110,8 @@ def read_split(
     """
     file, folder = _find(Path(root).expanduser(), split)
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
+        document = json.loads(content.decode())
         images, annotations, categories = (document[key] for key in ("images", "annotations", "categories"))
         _check_rows("images", images, "id")
         _check_rows("annotations", annotations, "image_id", "category_id")
@@ -146,7 +152,7 @@ def read_split(
         raise UsageError(f"{file}: it names no image that can be used")
     info = document.get("info")
     description = " ".join(str(info.get("description", "")).split()) if isinstance(info, dict) else ""
-    return Split(file, folder, images, dict(kept), categories, problems, description, turned)
+    return Split(file, folder, images, dict(kept), categories, problems, description, turned, _digest(content))
 
 
 def _check_rows(name: str, rows: Any, *ids: str) -> None:

@@ -163,7 +163,7 @@ def detect(
     workers: int = 0,
     quiet: bool = False,
     skipped: dict[int, str] | None = None,
-    precision: str = "--dtype float32",
+    odd: set[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs a model on images, one at a time, since padding to a common size would change what it sees.
 
@@ -177,7 +177,8 @@ def detect(
         workers: processes that read images.
         quiet: shows no progress bar.
         skipped: gets the indices of images that cannot be read, and what is wrong with them; None raises UsageError.
-        precision: the command's option for float32.
+        odd: gets the indices of images for which the model gives numbers that are not finite, where then nothing is
+            found; None raises UsageError.
 
     Returns:
         Detections in COCO's result format.
@@ -200,12 +201,16 @@ def detect(
         mask = pixels.new_ones(pixels.shape[0], *pixels.shape[-2:], dtype=torch.int64)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             outputs = model(pixel_values=pixels.to(device, torch.float32), pixel_mask=mask.to(device))
-        try:
-            check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device, precision)
-        except UnfitError as error:
-            raise UsageError(f"{split.path(index)}: {error}") from error
         # Of sharded models every process has to run as many images as the others, whatever is in them.
-        if problem is None:
+        if problem is not None:
+            continue
+        try:
+            check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device)
+        except UnfitError as error:
+            if odd is None:
+                raise UsageError(f"{split.path(index)}: {error}") from error
+            odd.add(index)
+        else:
             results += _as_results(task.detect(outputs, size), split.images[index]["id"], category_ids)
     return results
 

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,7 +244,7 @@ class _Training:
         self.processor = load_processor(self.task, source, args.image_size)
         self.average = None
         if args.ema:
-            self.average = AveragedModel(model, multi_avg_fn=_early_average(args.ema))
+            self.average = AveragedModel(model, multi_avg_fn=self._average_weights)
             self.average.requires_grad_(False)
             if not self.sharded:
                 self.average.to(self.accelerator.device)
@@ -274,7 +274,7 @@ class _Training:
         self.settings = {name: getattr(self.args, name) for name in _SAME}
         self.settings |= {
             "data": f"with the training set {self.train.digest} of {len(self.train.images)} images",
-            "val": f"with the validation set {self.val.digest} of {len(self.val.images)} images",
+            "val": f"with the validation set {self.val.source}",
             "images_per_step": self.images_per_step,
             "precision": self.accelerator.mixed_precision.replace("no", "fp32"),
         }
@@ -452,6 +452,11 @@ class _Training:
             self.average.update_parameters(self.core)
         return {"loss": mean, "lr": rate, "grad_norm": norm}
 
+    def _average_weights(self, averaged: list[Tensor], current: list[Tensor], _: Tensor) -> None:
+        """An exponential average whose decay rises to --ema: else it would hold on to a short training's start."""
+        decay = min(self.args.ema, (1 + self.step) / (10 + self.step))
+        get_ema_multi_avg_fn(decay)(averaged, current, _)
+
     def _mean_and_norm(self, total: Tensor) -> tuple[float, float]:
         """Clips the gradients; returns the loss, averaged over all processes, and what the gradients' norm was.
 
@@ -504,11 +509,12 @@ class _Training:
         if self.sharded:
             sharding.share_buffers(model)
         skipped: dict[int, str] = {}
+        odd: set[int] = set()
         # Training has one input shape, which is what --compile is for; here nearly every image has another.
         with torch.compiler.set_stance("force_eager"):
             found = detect(
                 model, self.processor, self.task, self.val, looked_at, dtype, ids, self.args.workers,
-                quiet=not accelerator.is_main_process, skipped=skipped, precision="--fp32",
+                quiet=not accelerator.is_main_process, skipped=skipped, odd=odd,
             )  # fmt: skip
         if self.sharded:
             model.reshard()
@@ -519,10 +525,18 @@ class _Training:
         if skipped and not self.args.skip_broken:
             first = next(iter(skipped.values()))
             raise UsageError(f"{first}; mend it, or leave it out with --resume --skip-broken")
+        odd = set(gather_object([i for i in odd if i in share]))
+        kept = [i for i in range(images) if i not in skipped]
+        if kept and odd.issuperset(kept):
+            raise UsageError(
+                f"step {self.step}: the model gives numbers that are not finite for every image of the validation "
+                f"split; begin again in another --out, with a lower --lr than {self.args.lr} or --fp32"
+            )
         scores = None
         if accelerator.is_main_process:
             self._note_skipped("val", skipped.values())
-            kept = [i for i in range(images) if i not in skipped]
+            if odd:
+                self._say(f"nothing found in {len(odd)} of {len(kept)} images: the model gives no finite numbers there")
             scores = average_precision(self.val, found, self.task.metric, kept)
         [scores] = broadcast_object_list([scores])
         if scores["AP"] is not None and scores["AP"] > self.best_score:
@@ -572,16 +586,6 @@ class _Training:
 
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-
-
-def _early_average(decay: float) -> Callable[[list[Tensor], list[Tensor], Tensor], None]:
-    """An exponential average whose decay rises to `decay`: else it would hold on to the start of a short training."""
-
-    def update(averaged: list[Tensor], current: list[Tensor], updates: Tensor) -> None:
-        count = int(updates)
-        get_ema_multi_avg_fn(min(decay, (1 + count) / (10 + count)))(averaged, current, updates)
-
-    return update
 
 
 @contextmanager

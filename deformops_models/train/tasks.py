@@ -146,12 +146,11 @@ def class_names(id2label: Mapping[int, str]) -> list[str]:
 
 
 def match_names(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
-    """The position in `known` of each name, or None; case counts only where names differ in nothing else."""
-    fold: Callable[[str], str] = str.casefold
-    if any(len(set(map(fold, side))) < len(set(side)) for side in (names, known)):
-        fold = str
-    positions = {fold(name): position for position, name in enumerate(known)}
-    return [positions.get(fold(name)) for name in names]
+    """The position in `known` of each name, or None; another case will do where it is no other name's."""
+    folded = [name.casefold() for name in names], [name.casefold() for name in known]
+    exact = {name: position for position, name in enumerate(known)}
+    alike = {name: position for position, name in enumerate(folded[1]) if all(f.count(name) < 2 for f in folded)}
+    return [exact.get(name, alike.get(fold)) for name, fold in zip(names, folded[0], strict=True)]
 
 
 def set_classes(model: nn.Module, task: Task, id2label: Mapping[int, str], say: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from helpers import close, close_all, launches
 from models import MSDeformAttn, randomize
 from torch import nn
@@ -170,6 +171,16 @@ def a_copy(**steps) -> nn.Module:
     return randomize(cls(WIDTH, n_levels=2, n_heads=2, n_points=2))
 
 
+def _with_a_scale(self, *sizes, **named):
+    _Copy.__init__(self, *sizes, **named)
+    self.scale = nn.Parameter(torch.ones(()))  # it may be another when weights are loaded
+
+
+def _with_more_logits(self, *sizes, **named):
+    _Copy.__init__(self, *sizes, **named)
+    self.attention_weights = nn.Linear(WIDTH, 9)
+
+
 def _only_points(self, places, offsets):
     raise ValueError("boxes are not supported")
 
@@ -189,7 +200,7 @@ def test_the_extension_need_not_exist_to_try_a_copy(steps, device):
         dm.unpatch(attention)(**call)
 
 
-@pytest.mark.parametrize("place", ["meta", "fake", "half", "no biases"])
+@pytest.mark.parametrize("place", ["meta", "fake", "half", "no biases", "empty"])
 def test_a_copy_is_tried_wherever_its_weights_are(place):
     with torch.device("meta") if place == "meta" else FakeTensorMode() if place == "fake" else nullcontext():
         attention = a_copy() if place != "meta" else a_copy().to("meta")
@@ -197,7 +208,8 @@ def test_a_copy_is_tried_wherever_its_weights_are(place):
             attention.half()
         if place == "no biases":
             attention.value_proj.bias = None
-        assert isinstance(dm.patch(attention), patching.PatchedModule)
+        with init_empty_weights() if place == "empty" else nullcontext():
+            assert isinstance(dm.patch(attention), patching.PatchedModule)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +221,15 @@ def test_a_copy_is_tried_wherever_its_weights_are(place):
         ({"finished": lambda self, output: (output, 1)}, "its forward returns another thing"),
         ({"finished": lambda self, output: output[:, :1]}, r"its forward returns another thing than \(2, 5, 16\)"),
         ({"finished": lambda self, output: output.no()}, "its forward could not be tried: 'Tensor' object has no"),
+        ({"finished": lambda self, output: nn.functional.dropout(output, 0.5, self.training)}, "with 2 coordinates"),
+        ({"__init__": _with_a_scale}, "it has scale beside the four projections"),
+        ({"__init__": _with_more_logits}, "its forward could not be tried: "),
     ],
-    ids=["sigmoid", "height first", "boxes", "tuple", "shape", "broken"],
+    ids=["sigmoid", "height first", "boxes", "tuple", "shape", "broken", "dropout", "parameter", "logits"],
 )
-def test_another_mathematics_is_left_alone(steps, reason):
-    attention = a_copy(**steps)
+@pytest.mark.parametrize("training", [False, True])
+def test_another_mathematics_is_left_alone(steps, reason, training):
+    attention = a_copy(**steps).train(training)
     cls = type(attention)
     with pytest.raises(dm.PatchError, match=reason):
         dm.patch(attention)
