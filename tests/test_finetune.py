@@ -1,5 +1,6 @@
 """`finetune` and `eval` on tiny real models: kills, resumption, several processes, what a checkpoint is, errors."""
 
+import argparse
 import contextlib
 import functools
 import json
@@ -38,10 +39,11 @@ from training import (  # noqa: E402
     write_mask2former,
 )
 
+from deformops_models import predict  # noqa: E402
 from deformops_models.cli import main  # noqa: E402
 from deformops_models.console import UsageError  # noqa: E402
 from deformops_models.patching import patch, unpatch  # noqa: E402
-from deformops_models.train import checkpoint, finetune, history, sharding, tasks  # noqa: E402
+from deformops_models.train import checkpoint, evaluate, finetune, history, sharding, tasks  # noqa: E402
 from deformops_models.train.shapes import SHAPES  # noqa: E402
 
 STEPS_PER_EPOCH = 4
@@ -543,10 +545,25 @@ def _changed(data, folder, change, splits=("train", "val")):
 # Averaged weights
 
 
+@pytest.mark.parametrize(
+    ("names", "known", "positions"),
+    [
+        (["b", "a"], ["a", "b"], [1, 0]),
+        (["Dog"], ["Cat", "cat", "dog"], [2]),
+        (["CAT"], ["Cat", "cat"], [None]),
+        (["cat", "Cat"], ["Cat"], [None, 0]),
+        (["bird"], ["cat"], [None]),
+    ],
+)
+def test_names_match_in_another_case_where_it_is_clear(names, known, positions):
+    assert tasks.match_names(names, known) == positions
+
+
 @pytest.mark.parametrize(("updates", "decay"), [(0, 0.0), (1, 2 / 11), (20, 21 / 30), (10**6, 0.999)])
 def test_averaged_weights_follow_the_model_soon(updates, decay):
-    model = torch.nn.Linear(1, 1, bias=False)
-    average = AveragedModel(model, multi_avg_fn=finetune._early_average(0.999))
+    model, training = torch.nn.Linear(1, 1, bias=False), object.__new__(finetune._Training)
+    training.args, training.step = argparse.Namespace(ema=0.999), updates
+    average = AveragedModel(model, multi_avg_fn=training._average_weights)
     average.n_averaged.fill_(updates)
     with torch.no_grad():
         average.module.weight.fill_(1.0)
@@ -745,6 +762,21 @@ def test_eval_refuses_outputs_that_are_not_finite(dtype, deformable_detr, data, 
     assert (": use --dtype float32" in message) == (dtype == "bfloat16")
 
 
+def test_one_image_without_finite_outputs_costs_no_training(deformable_detr, data, tmp_path, capsys, monkeypatch):
+    check, looked = evaluate.check_finite, []
+
+    def broken(*arguments):
+        looked.append(arguments)
+        if len(looked) == 1:
+            raise predict.UnfitError("odd")
+        check(*arguments)
+
+    monkeypatch.setattr(evaluate, "check_finite", broken)
+    assert main(arguments(deformable_detr, data, tmp_path, "--epochs", 1)) == 0
+    text = f"nothing found in 1 of {len(looked)} images: the model gives no finite numbers there"
+    assert len(looked) > 1 and text in capsys.readouterr().out
+
+
 def test_finetune_refuses_outputs_that_are_not_finite(deformable_detr, data, tmp_path, capsys, monkeypatch):
     def broken(self):
         model = self.core.eval()
@@ -754,7 +786,8 @@ def test_finetune_refuses_outputs_that_are_not_finite(deformable_detr, data, tmp
     monkeypatch.setattr(finetune._Training, "result", property(broken))
     monkeypatch.setattr(finetune._Training, "_save_last", lambda self: None)
     assert main(arguments(deformable_detr, data, tmp_path, "--epochs", 1)) == 2
-    assert "the model gives numbers that are not finite in float32 on cpu" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"step {STEPS_PER_EPOCH}: the model gives numbers that are not finite for every image of the val" in message
 
 
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
@@ -862,6 +895,18 @@ def test_a_cut_off_image_for_validation_costs_no_step(deformable_detr, data, tmp
     # The first epoch is measured before the second begins.
     assert len(losses(tmp_path / "out")) == 2 * STEPS_PER_EPOCH and len(scores(tmp_path / "out")) == 2
     assert (tmp_path / "out" / "best").is_dir()
+
+
+def test_an_image_for_validation_that_is_gone_costs_no_step(deformable_detr, data, tmp_path, capsys):
+    gone = shutil.copytree(data, tmp_path / "gone")
+    command = arguments(deformable_detr, gone, tmp_path / "out", "--epochs", 1)
+    assert main(command) == 0
+    (gone / "images" / "val" / "000001.jpg").unlink()
+    _fresh()
+    assert main([*command, "--resume"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    _fresh()
+    assert main([*command, "--resume", "--skip-broken"]) == 0
 
 
 def test_a_last_epoch_that_was_not_measured_is(deformable_detr, data, tmp_path, monkeypatch):
