@@ -107,7 +107,7 @@ class Family:
     def obstacle(self, module: nn.Module) -> str | None:
         """Why a module of this class must be left alone, or None."""
         cls = type(module)
-        if _has_foreign_forward(module):
+        if has_foreign_forward(module):
             return "its forward was replaced on the instance"
         if isinstance(module, PatchedModule):
             return None
@@ -127,7 +127,7 @@ class Family:
         """Why a patched module cannot be given back, or None."""
         if type(module) not in _patched_classes.values():
             return f" is now a {type(module).__name__}, which is not ours to change"
-        if _has_foreign_forward(module):
+        if has_foreign_forward(module):
             return ": its forward was replaced on the instance and may call the patched one"
         return None
 
@@ -461,7 +461,8 @@ def _is_own_forward(module: nn.Module, name: str) -> bool:
     return module.__dict__.get(name) == types.MethodType(type(module).forward, module)
 
 
-def _has_foreign_forward(module: nn.Module) -> bool:
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether somebody has put another forward on the instance; accelerate's wrapper of its own is none."""
     return "forward" in module.__dict__ and not any(_is_own_forward(module, name) for name in _FORWARDS)
 
 

@@ -1,6 +1,7 @@
 """Deformable attention of Hugging Face transformers: the wrapper modules, which hold the four projections."""
 
 import math
+import types
 
 from torch import Tensor, nn
 
@@ -274,11 +275,21 @@ class _WithCore(Family):
     def obstacle(self, module: nn.Module) -> str | None:
         if reason := super().obstacle(module):
             return reason
-        # The adapters do its work themselves; those of `kernelize` are put on the instance.
-        core = type(module._modules.get("attn"))
+        # The adapters do its work themselves.
+        attn = module._modules.get("attn")
+        core = type(attn)
         if issubclass(core, nn.Module) and core.forward.__module__ != self.module:
             return f"its attn is a {core.__module__}.{core.__qualname__} with a forward of its own"
+        if attn is not None and patching.has_foreign_forward(attn) and not _is_kernelized(attn):
+            return "its attn's forward was replaced on the instance"
         return None
+
+
+def _is_kernelized(module: nn.Module) -> bool:
+    """Whether the forward on the instance is one that `kernelize` has put there: another layer's, bound to it."""
+    forward = vars(module)["forward"]
+    bound = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return bound and forward.__name__ == "forward" and "<locals>" not in forward.__qualname__
 
 
 FAMILIES = tuple(

@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -201,6 +202,21 @@ def test_a_subclass_that_overrides_the_forward_is_left_alone(attention):
     assert attention(**arguments(attention)) == "mine"
     (entry,) = dm.report(attention).skipped
     assert " has another forward than transformers.models." in entry.reason
+
+
+def test_a_core_whose_forward_was_replaced_on_the_instance_is_left_alone(hooks):
+    attention = transformers_attention("deformable_detr")
+    upstream = attention.attn.forward
+    for forward in (
+        lambda *args, **named: upstream(*args, **named) * 2,
+        types.MethodType(lambda self, *args, **named: upstream(*args, **named) * 2, attention.attn),
+    ):
+        attention.attn.forward = forward
+        with pytest.raises(dm.PatchError, match="its attn's forward was replaced on the instance"):
+            dm.patch(attention)
+    del attention.attn.forward
+    hooks.add_hook_to_module(attention.attn, hooks.ModelHook())
+    assert isinstance(dm.patch(attention), PatchedModule)
 
 
 def test_a_module_that_samples_by_a_core_of_its_own_is_left_alone():

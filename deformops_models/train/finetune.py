@@ -80,9 +80,14 @@ def run(args: argparse.Namespace) -> int:
     with quiet_transformers():
         try:
             with checkpoint.claimed(out) if accelerator.is_main_process else nullcontext():
-                return _Training(args, task, accelerator, out).run()
+                _Training(args, task, accelerator, out).run()
         except OSError as error:  # a full disk, most often
             raise UsageError(f"--out {args.out}: stopped by {error}; mend that and go on with --resume") from error
+    # DDP goes before the process group: the last to hold that waits for its threads, and DDP would wait with Python
+    # locked, which they need.
+    accelerator.free_memory()
+    accelerator.end_training()
+    return 0
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -325,7 +330,7 @@ class _Training:
             self.optimizer.load_state_dict(sharding.parts_of(state["optimizer"], optimizer))
             self.schedule.load_state_dict(state["schedule"])
 
-    def run(self) -> int:
+    def run(self) -> None:
         """Trains to the end."""
         from tqdm import tqdm
 
@@ -357,8 +362,6 @@ class _Training:
             self._say(f"done: step {self.step} is in {self.last}{best}")
         # A process that ends much earlier than the first one can abort in torch's own threads.
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
-        return 0
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """All batches from this step on, through every epoch: the workers need not start again."""
