@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import pytest
 import torch
@@ -135,6 +136,25 @@ def test_killed_training_goes_on_as_if_it_had_not_been(mask2former, data, tmp_pa
 def _fresh():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def test_the_model_is_gone_when_the_process_group_ends(deformable_detr, data, tmp_path, monkeypatch):
+    """The last to hold the group waits for its threads; DDP would do so with Python locked, which they may need."""
+    models, run, alive = [], finetune._Training.run, []
+
+    def watched(training):
+        models.append(weakref.ref(training.model))
+        run(training)
+
+    monkeypatch.setattr(finetune._Training, "run", watched)
+    monkeypatch.setattr(finetune, "_accelerator", lambda args, make=finetune._accelerator: ending(make(args)))
+
+    def ending(accelerator):
+        accelerator.end_training = lambda: alive.append(models[0]())
+        return accelerator
+
+    assert main(arguments(deformable_detr, data, tmp_path, "--epochs", 1, "--ema")) == 0
+    assert alive == [None]
 
 
 def test_two_processes_one_without_objects_train_as_one(deformable_detr, data, tmp_path):
