@@ -59,7 +59,8 @@ def pick_device(name: str | None) -> "torch.device":
         return device
     try:
         torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError):
+    # Some kinds of device are in packages of their own.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         raise UsageError(f"device {name!r} cannot be used here: use cpu, cuda or cuda:N") from None
     return device
 

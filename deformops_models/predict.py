@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; see `cli` for its arguments.
 
     Returns:
-        0 if every image was predicted; 2 if one could not be, which is said on stderr.
+        0 if every image was predicted and written; 2 if one could not be, which is said on stderr.
 
     Raises:
         UsageError: something was wrong before the first prediction.
@@ -102,25 +102,25 @@ def run(args: argparse.Namespace) -> int:
             try:
                 image = read_image(source)
                 predictions = _detect(detect, image, source)
+                picture, record = folder / f"{stem}{_MARK}.png", folder / f"{stem}{_MARK}.json"
+                document = {
+                    "image": str(source),
+                    "width": image.width,
+                    "height": image.height,
+                    "model": args.model,
+                    "task": task,
+                    "threshold": args.threshold,
+                    "overlay": str(picture),
+                    "predictions": [prediction.as_json() for prediction in predictions],
+                }
+                with _writing(picture, source) as temporary:
+                    draw(image, predictions).save(temporary)
+                with _writing(record, source) as temporary:
+                    temporary.write_text(json.dumps(document), encoding="utf-8")
             except ImageError as error:
                 failures += 1
                 tqdm.write(f"deformops-models: {error}", file=sys.stderr)
                 continue
-            picture, record = folder / f"{stem}{_MARK}.png", folder / f"{stem}{_MARK}.json"
-            document = {
-                "image": str(source),
-                "width": image.width,
-                "height": image.height,
-                "model": args.model,
-                "task": task,
-                "threshold": args.threshold,
-                "overlay": str(picture),
-                "predictions": [prediction.as_json() for prediction in predictions],
-            }
-            with whole_file(picture) as temporary:
-                draw(image, predictions).save(temporary)
-            with whole_file(record) as temporary:
-                temporary.write_text(json.dumps(document), encoding="utf-8")
             if args.json:
                 documents.append(document)
             else:
@@ -135,6 +135,16 @@ def _detect(detect: Detect, image: "Image", source: Path) -> list[Prediction]:
         return detect(image)
     except UnfitError as error:
         raise ImageError(f"{source}: {error}") from error
+
+
+@contextlib.contextmanager
+def _writing(path: Path, source: Path) -> Iterator[Path]:
+    """As `whole_file`; raises ImageError if the file cannot be written."""
+    try:
+        with whole_file(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise ImageError(f"{source}: cannot write {path}: {error.strerror or error}") from error
 
 
 def _no_bar(images: Sequence[Path]) -> bool | None:
@@ -231,7 +241,7 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
     folder = Path(model).expanduser()
     if folder.is_dir():
         name = folder_loader(folder)
-        published = next((known for known in _POST_PROCESS if known in folder.resolve().name), "instance")
+        published = None
     elif model.startswith((".", "/", "~")):
         raise UsageError(f"--model {model}: no such folder")
     else:
@@ -241,14 +251,31 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
             raise UsageError(str(error)) from None
         name, published = row.loader, row.task.split()[0]
     if name == "Mask2Former":
-        return load_mask2former, task or published
+        return load_mask2former, task or published or _folder_task(folder)
     if task:
         raise UsageError(f"--task is for Mask2Former, {model} detects objects")
     if name == "DINO" and (folder.is_dir() or published == "object"):
         return _load_mmdet, "object"
     if name == "DeformableDETR":
         return _load_deformable_detr, "object"
-    raise UsageError(f"--model {model}: predict draws Mask2Former, Deformable DETR and mmdet's detectors only")
+    raise UsageError(_UNDRAWN.format(model))
+
+
+_UNDRAWN = "--model {}: predict draws Mask2Former, Deformable DETR and mmdet's detectors only"
+
+
+def _folder_task(folder: Path) -> str:
+    """The task that the folder's path names last, or else the name in its config; if there is none, that is said."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # In the Hub's cache the repo's name is two levels up.
+    names = f"{config.get('_name_or_path')}/{folder.resolve()}".lower()
+    task = max(_POST_PROCESS, key=names.rfind)
+    if task not in names:
+        task = "instance"
+        if folder not in hub.SHIPPED.values():
+            problem = f"--model {folder}: neither its path nor its config names a task"
+            print(f"deformops-models: {problem}, {task} is assumed; --task takes another", file=sys.stderr)
+    return task
 
 
 def folder_loader(folder: Path) -> str:
@@ -372,6 +399,9 @@ def _load_mmdet(name: str, options: Options) -> Detect:
     require("mmdet", "mmengine", "mmcv", "mmdet")
     prepare = hub.DINO.processor(name, options.size)
     model = hub.DINO.from_pretrained(name, device=options.device)
+    # Only its config says what a folder builds.
+    if hasattr(model, "panoptic_head"):
+        raise UsageError(_UNDRAWN.format(name))
     names = model.dataset_meta["classes"]
 
     def detect(image: "Image") -> list[Prediction]:

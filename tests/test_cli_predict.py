@@ -226,6 +226,27 @@ def test_task_follows_the_checkpoint(mask2former, tmp_path):
     assert predict._choose_loader(str(named), None) == (loader, "panoptic")
 
 
+def test_task_of_a_folder(mask2former, tmp_path, capsys):
+    def task(folder, **config):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"model_type": "mask2former", **config}))
+        return predict._choose_loader(str(folder), None)[1]
+
+    cached = tmp_path / "models--facebook--mask2former-swin-large-ade-semantic" / "snapshots" / "abc"
+    assert task(cached) == "semantic"
+    assert task(tmp_path / "semantic" / "coco-panoptic") == "panoptic"
+    assert task(tmp_path / "panoptic-then-instance") == "instance"
+    assert task(tmp_path / "a", _name_or_path="facebook/mask2former-swin-tiny-coco-panoptic") == "panoptic"
+    assert predict._choose_loader(str(predict.hub.SHIPPED["shapes-tiny"]), None)[1] == "instance"
+    assert capsys.readouterr().err == ""
+    assert task(tmp_path / "b") == "instance"
+    problem = f"--model {tmp_path / 'b'}: neither its path nor its config names a task"
+    expected = f"deformops-models: {problem}, instance is assumed; --task takes another\n"
+    assert capsys.readouterr().err == expected
+    assert predict._choose_loader(str(tmp_path / "b"), "semantic")[1] == "semantic"
+    assert capsys.readouterr().err == ""
+
+
 def test_dino_gives_what_mmdet_gives(run, photo, dino, tmp_path):
     code, _, err = run(photo, "--model", dino, "--out", tmp_path, "--threshold", 0.3)
     assert code == 0, err
@@ -241,6 +262,25 @@ def test_dino_gives_what_mmdet_gives(run, photo, dino, tmp_path):
     assert [p["label"] for p in found] == [NAMES[label] for label in expected.labels.tolist()]
     torch.testing.assert_close(torch.tensor([p["box"] for p in found]), expected.bboxes, rtol=1e-4, atol=1e-2)
     torch.testing.assert_close(torch.tensor([p["score"] for p in found]), expected.scores)
+
+
+def test_masks_of_mmdet_are_refused(run, photo, tmp_path):
+    pytest.importorskip("mmdet")
+    from models import DETECTORS
+
+    base = predict.hub.mmdet.mmdet_config("configs/mask2former/mask2former_r50_8xb2-lsj-50e_coco.py")
+    from mmengine.config import Config
+
+    model, config = DETECTORS["mmdet-mask2former"].build(), Config.fromfile(base)
+    config.model = model.cfg.model
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config.dump(folder / "config.py")
+    torch.save(model.state_dict(), folder / "weights.pth")
+    for name in (folder, "mmdet-mask2former_r50_8xb2-lsj-50e_coco"):
+        code, _, err = run(photo, "--model", name, "--out", tmp_path / "out")
+        expected = f"deformops-models: --model {name}: predict draws Mask2Former, Deformable DETR and mmdet's detectors"
+        assert code == 2 and err.splitlines()[-1].startswith(expected)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "float16"])
@@ -359,6 +399,23 @@ def test_damaged_image_does_not_stop_the_others(run, photo, deformable_detr, tmp
     assert len(out.splitlines()) == 1
 
 
+def test_outputs_that_cannot_be_written_stop_no_others(run, photo, deformable_detr, tmp_path):
+    folder, out = tmp_path / "in", tmp_path / "out"
+    (out / "b.predictions.png").mkdir(parents=True)
+    folder.mkdir()
+    long = "a" * 240
+    for name in (long, "b", "c"):
+        shutil.copy(photo, folder / f"{name}.png")
+    code, text, err = run(folder, "--model", deformable_detr, "--out", out)
+    assert code == 2
+    lines = [line for line in err.splitlines() if line.startswith("deformops")]
+    for line, name in zip(lines, (long, "b"), strict=True):
+        picture = out / f"{name}.predictions.png"
+        assert line.startswith(f"deformops-models: {folder / name}.png: cannot write {picture}: ")
+    assert len(text.splitlines()) == 1
+    assert sorted(os.listdir(out)) == ["b.predictions.png", "c.predictions.json", "c.predictions.png"]
+
+
 # Drawing
 
 
@@ -439,6 +496,7 @@ def bad_inputs(tmp_path, photo, model):
         "unknown dtype 'int3'": [*good, "--dtype", "int3"],
         "unknown device 'gpu'": [*good, "--device", "gpu"],
         "device 'meta' cannot be used": [*good, "--device", "meta"],
+        "device 'hpu' cannot be used": [*good, "--device", "hpu"],
         "7 is not between 0 and 1": [*good, "--threshold", "7"],
         "x is not between 0 and 1": [*good, "--threshold", "x"],
         "this is a file, a folder is needed": [str(photo), "--model", str(model), "--out", str(taken)],

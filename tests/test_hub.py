@@ -331,9 +331,45 @@ def test_missing_parameters_are_an_error(tmp_path, kind):
     else:
         weights = {f"other.{name}": t for name, t in weights.items()}
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(hub.CheckpointError, match=r"lacks \d+ parameters of DeformableDetrForObjectDetection, such as"):
+    with pytest.raises(hub.CheckpointError, match=r"lacks \d+ weights of DeformableDetrForObjectDetection, such as"):
         hub.DeformableDETR.from_pretrained(tmp_path)
     assert hub.DeformableDETR.from_pretrained(tmp_path, strict=False).training is False
+
+
+def drop_weights(folder, part):
+    """Removes every tensor with `part` in its name from the folder's safetensors file."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if part not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("part", ["running_mean", "normalization."])
+def test_missing_buffers_are_an_error(tmp_path, part):
+    tiny_deformable_detr().save_pretrained(tmp_path)
+    drop_weights(tmp_path, part)
+    with pytest.raises(hub.CheckpointError, match=rf"lacks \d+ weights of Deformable.*, such as .*{part}"):
+        hub.DeformableDETR.from_pretrained(tmp_path)
+    assert hub.DeformableDETR.from_pretrained(tmp_path, strict=False).training is False
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("hf-mask2former", "criterion.empty_weight"),
+        ("hf-rt-detr", "num_batches_tracked"),
+        ("hf-rt-detr-v2", "n_points_scale"),
+        ("hf-d-fine", "num_points_scale"),
+    ],
+)
+def test_buffers_that_upstream_computes_may_be_missing(tmp_path, name, part):
+    from models import DETECTORS
+
+    DETECTORS[name].build().save_pretrained(tmp_path)
+    drop_weights(tmp_path, part)
+    hub.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"d_model": "abc"}, {"num_queries": 33}, {"encoder_layers": None}], ids=str)
@@ -506,6 +542,14 @@ def test_folder_without_preset(saved):
     pytest.importorskip("torchvision")
     processor = hub.Mask2Former.processor(saved[0])
     assert (processor.size["shortest_edge"], processor.size["longest_edge"]) == (800, 1333)
+
+
+def test_preset_in_a_subfolder(saved, tmp_path):
+    pytest.importorskip("torchvision")
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "preprocessor_config.json").write_text(json.dumps(LEGACY_PRESETS["mask2former"]))
+    processor = hub.Mask2Former.processor(tmp_path, "hub", subfolder="best")
+    assert (processor.size["height"], processor.size["width"]) == (384, 384)
 
 
 def test_unknown_size():

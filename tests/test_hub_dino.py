@@ -156,11 +156,75 @@ def test_folder_with_training_state(dino):
 def test_config_options_and_classes_without_meta(dino, tmp_path):
     _, original, config, _ = dino
     torch.save(original.state_dict(), tmp_path / "w.pth")
-    model = hub.DINO.from_pretrained(config, tmp_path / "w.pth", cfg_options={"model.test_cfg.max_per_img": 7})
+    options = {"model.test_cfg.max_per_img": 7, "test_dataloader.dataset.metainfo": {"classes": CLASSES}}
+    model = hub.DINO.from_pretrained(config, tmp_path / "w.pth", cfg_options=options)
     assert model.test_cfg.max_per_img == 7
-    assert model.dataset_meta["classes"][:2] == ("person", "bicycle")
+    assert model.dataset_meta["classes"] == CLASSES
     model.cfg.dump(tmp_path / "again.py")
     same_state(hub.DINO.from_pretrained(tmp_path / "again.py", tmp_path / "w.pth"), original)
+
+
+NAMELESS = {
+    "COCO's 80 names": ({}, {}),
+    "no test_dataloader": ({}, {"test_dataloader": None}),
+    "a data set that is not known": ({}, {"test_dataloader.dataset.type": "OwlDataset"}),
+    "no meta": ({"meta": None}, {}),
+    "no dataset_meta": ({"meta": {"dataset_meta": None, "CLASSES": None}}, {}),
+    "one name": ({"meta": {"CLASSES": "cat"}}, {}),
+}
+
+
+@pytest.mark.parametrize("case", NAMELESS)
+def test_classes_without_names_are_numbered(dino, tmp_path, case):
+    content, options = NAMELESS[case]
+    torch.save({"state_dict": dino[1].state_dict(), **content}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match=r"w\.pth has 3 classes, but .* names (0|1|80): they are called class_0"):
+        model = hub.DINO.from_pretrained(dino[2], tmp_path / "w.pth", cfg_options=options)
+    assert model.dataset_meta["classes"] == ("class_0", "class_1", "class_2")
+    assert model.dataset_meta["palette"] == "random"
+
+
+def test_a_string_is_one_class(dino, tmp_path):
+    from mmengine.config import Config
+
+    config = Config.fromfile(dino[2])
+    config.model.bbox_head.num_classes = 1
+    config.dump(tmp_path / "one.py")
+    torch.save({"state_dict": build(config).state_dict(), "meta": {"CLASSES": "cat"}}, tmp_path / "w.pth")
+    model = hub.DINO.from_pretrained(tmp_path / "one.py", tmp_path / "w.pth")
+    assert model.dataset_meta["classes"] == ("cat",)
+
+
+def test_classes_of_a_wrapped_data_set(dino, tmp_path):
+    from mmengine.config import Config
+
+    config = Config.fromfile(dino[2])
+    config.test_dataloader.dataset.metainfo = {"classes": CLASSES}
+    config.test_dataloader.dataset = {"type": "ConcatDataset", "datasets": [config.test_dataloader.dataset]}
+    config.dump(tmp_path / "wrapped.py")
+    torch.save(dino[1].state_dict(), tmp_path / "w.pth")
+    model = hub.DINO.from_pretrained(tmp_path / "wrapped.py", tmp_path / "w.pth")
+    assert model.dataset_meta["classes"] == CLASSES
+
+
+def test_panoptic_needs_no_panopticapi(tmp_path):
+    from mmengine.config import Config
+    from models import DETECTORS
+
+    row = hub.find_checkpoint("mmdet-mask2former_r50_8xb2-lsj-50e_coco-panoptic")
+    model = DETECTORS["mmdet-mask2former"].build()
+    hub.mmdet._prepare_mmdet()
+    config = Config.fromfile(hub.mmdet.mmdet_config(row.config))
+    config.model = model.cfg.model
+    config.dump(tmp_path / "config.py")
+    names = tuple(f"thing {i}" for i in range(model.panoptic_head.num_classes))
+    meta = {"dataset_meta": {"classes": names}}
+    torch.save({"state_dict": model.state_dict(), "meta": meta}, tmp_path / "w.pth")
+    assert hub.DINO.from_pretrained(tmp_path).dataset_meta["classes"] == names
+    assert len(hub.mmdet._config_meta(config)["classes"]) == 133
+    image = np.zeros((40, 60, 3), dtype=np.uint8)
+    for name in (tmp_path, row.alias):
+        assert hub.DINO.processor(name)(image)["inputs"][0].shape[0] == 3
 
 
 def test_is_patched(dino):
@@ -236,6 +300,39 @@ def test_processor_reads_files(dino, tmp_path):
         process(rgb[..., 0])
 
 
+def test_processor_keeps_the_options_of_the_first_step(dino, tmp_path):
+    from mmengine.config import Config
+
+    config = Config.fromfile(dino[2])
+    config.test_dataloader.dataset.pipeline[0].to_float32 = True
+    config.dump(tmp_path / "config.py")
+    image = np.zeros((40, 60, 3), dtype=np.uint8)
+    assert hub.DINO.processor(tmp_path / "config.py")(image)["inputs"][0].dtype == torch.float32
+
+
+def test_processor_turns_images_upright(dino, tmp_path):
+    from PIL import Image
+
+    rgb = np.random.default_rng(0).integers(0, 255, (70, 100, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(rgb).save(tmp_path / "turned.png", exif=exif)
+    process = hub.DINO.processor(dino[0])
+    expected = process(tmp_path / "turned.png")["inputs"][0]
+    assert torch.equal(process(Image.open(tmp_path / "turned.png"))["inputs"][0], expected)
+    assert torch.equal(process(np.rot90(rgb, -1))["inputs"][0], expected)
+
+
+def test_processor_without_a_pipeline(dino, tmp_path):
+    from mmengine.config import Config
+
+    config = Config.fromfile(dino[2])
+    config.pop("test_dataloader")
+    config.dump(tmp_path / "config.py")
+    with pytest.raises(hub.CheckpointError, match=r"config\.py has no test_dataloader, whose pipeline prepares images"):
+        hub.DINO.processor(tmp_path / "config.py")
+
+
 def test_half_precision_under_autocast(dino):
     model = hub.DINO.from_pretrained(dino[0], dtype="bfloat16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -294,13 +391,19 @@ def test_wrong_hash_names_both(dino, tmp_path):
     assert f"its SHA-256 begins with {weights.stem[-8:]}, its name says 00c0ffee" in str(error.value)
 
 
+def test_a_date_is_no_hash(dino, tmp_path):
+    dated = tmp_path / "mydino-20240131.pth"
+    dated.write_bytes(dino[3].read_bytes())
+    same_state(hub.DINO.from_pretrained(dino[2], dated), dino[1])
+
+
 def test_weights_that_do_not_fit(dino, tmp_path):
     _, original, config, _ = dino
     state = original.state_dict()
     state["extra.weight"] = state.pop("level_embed")
     torch.save({"state_dict": state}, tmp_path / "w.pth")
     expected = r"weights 1 missing \(level_embed\) and 1 unexpected \(extra\.weight\)"
-    with pytest.raises(hub.CheckpointError, match=expected + "; strict=False loads what fits"):
+    with pytest.raises(hub.CheckpointError, match=expected + "; strict=False loads the others"):
         hub.DINO.from_pretrained(config, tmp_path / "w.pth")
     with pytest.warns(UserWarning, match=expected):
         model = hub.DINO.from_pretrained(config, tmp_path / "w.pth", strict=False)

@@ -46,13 +46,15 @@ class DINO:
         Args:
             name_or_path: alias of checkpoints.toml, mmdet config file, or folder with one config and one weights file.
             checkpoint: .pth or .safetensors file; needed with a config file, and with an alias it saves the download.
-                If its name ends in `-<8 hex digits>`, as mmdet's do, its SHA-256 has to begin with them.
+                If its name ends in `-<8 hex digits>`, as mmdet's do, its SHA-256 has to begin with them; digits without
+                a letter are taken for a date.
             backend: of the patched modules, as in `patch`.
             device: where the model goes, the CPU by default.
             dtype: of the weights, float32 by default. mmdet feeds float32 images and positions, so run a half-precision
                 model in `torch.autocast`.
             cfg_options: entries of the config to replace, such as {"model.test_cfg.max_per_img": 100}.
-            strict: missing or unexpected weights are an error, otherwise a warning.
+            strict: missing or unexpected weights are an error, otherwise a warning; weights of another shape are always
+                an error.
 
         Raises:
             CheckpointError: the name is unknown, a file is missing, damaged or does not fit the config, or the download
@@ -72,7 +74,7 @@ class DINO:
         model = _build(config)
         _load_state(model, state, weights, strict)
         model.cfg = config
-        model.dataset_meta = _dataset_meta(config, meta)
+        model.dataset_meta = _dataset_meta(model, config, meta, weights)
         return table.ready(model.to(dtype), backend, device)
 
     @classmethod
@@ -137,9 +139,14 @@ class ImagePipeline:
         from mmengine.registry import init_default_scope
 
         init_default_scope("mmdet")
-        steps = get_test_pipeline_cfg(config)
+        if not config.get("test_dataloader"):
+            raise CheckpointError(
+                f"{config.filename} has no test_dataloader, whose pipeline prepares images: add it to the config"
+            )
+        # Images here have no annotations, and panoptic ones need another package to be read.
+        steps = [step for step in get_test_pipeline_cfg(config) if not _reads_annotations(step)]
         self.from_file = Compose(steps)
-        self.from_array = Compose([{"type": "mmdet.LoadImageFromNDArray"}, *steps[1:]])
+        self.from_array = Compose([{**steps[0], "type": "mmdet.LoadImageFromNDArray"}, *steps[1:]])
 
     def __call__(self, images: Any) -> dict[str, list[Any]]:
         """Prepares one image or a list of them for `model.test_step`.
@@ -155,13 +162,20 @@ class ImagePipeline:
 
     def _prepare(self, image: Any) -> dict[str, Any]:
         import numpy as np
+        from PIL import ImageOps
 
         if isinstance(image, (str, Path)):
             return self.from_file({"img_path": str(image), "img_id": 0})
-        array = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
+        # OpenCV turns a file's image upright too.
+        array = np.asarray(ImageOps.exif_transpose(image).convert("RGB") if hasattr(image, "convert") else image)
         if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
             raise ValueError(f"an image array is (H, W, 3) in uint8 and RGB order, got {array.shape} of {array.dtype}")
         return self.from_array({"img": np.ascontiguousarray(array[..., ::-1]), "img_id": 0})
+
+
+def _reads_annotations(step: Mapping[str, Any]) -> bool:
+    name = getattr(step["type"], "__name__", step["type"]).rpartition(".")[2]
+    return name.startswith("Load") and name.endswith("Annotations")
 
 
 def _prepare_mmdet() -> None:
@@ -216,7 +230,7 @@ def _download(row: Checkpoint) -> Path:
 
 
 def _check_sha256(path: Path) -> None:
-    expected = re.search(r"-([0-9a-f]{8})\.(?:pth|safetensors)$", path.name)
+    expected = re.search(r"-(?=\d*[a-f])([0-9a-f]{8})\.(?:pth|safetensors)$", path.name)
     if expected is None:
         return
     digest = hashlib.sha256()
@@ -272,7 +286,7 @@ def _read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     state = content.get("state_dict", content) if isinstance(content, dict) else None
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise CheckpointError(f"{path} holds no state dict")
-    return {key.removeprefix("module."): value for key, value in state.items()}, content.get("meta", {})
+    return {key.removeprefix("module."): value for key, value in state.items()}, content.get("meta") or {}
 
 
 def _build(config: Any) -> nn.Module:
@@ -285,15 +299,39 @@ def _build(config: Any) -> nn.Module:
     return revert_sync_batchnorm(MODELS.build(copy.deepcopy(config.model)))
 
 
-def _dataset_meta(config: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns classes and palette as the checkpoint has them, else as the config's test data set has them."""
+def _dataset_meta(model: nn.Module, config: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns classes and palette as the checkpoint has them, else as the config's test data set has them.
+
+    Where these are not as many classes as the model's, they are called class_0, class_1 and so on.
+    """
+    saved = {key.lower(): value for key, value in (meta.get("dataset_meta") or {}).items() if value is not None}
+    # Checkpoints from before mmdet 3 have the classes alone.
+    old = {"classes": meta["CLASSES"]} if meta.get("CLASSES") else {}
+    found = {"palette": "random", **_config_meta(config), **old, **saved}
+    names = found.get("classes") or ()
+    found["classes"] = names = (names,) if isinstance(names, str) else tuple(names)
+    count = (model.panoptic_head if hasattr(model, "panoptic_head") else model.bbox_head).num_classes
+    if len(names) != count:
+        warnings.warn(
+            f"{path} has {count} classes, but it or its config's test data set names {len(names)}: they are called "
+            "class_0, class_1, ...; set model.dataset_meta['classes'] to their names",
+            stacklevel=3,
+        )
+        found |= {"classes": tuple(f"class_{i}" for i in range(count)), "palette": "random"}
+    return found
+
+
+def _config_meta(config: Any) -> dict[str, Any]:
+    """Returns the meta data of the config's test data set, without building it: its pipeline can need more packages."""
     from mmdet.registry import DATASETS
 
-    dataset = DATASETS.build({**copy.deepcopy(config.test_dataloader.dataset), "lazy_init": True})
-    saved = {key.lower(): value for key, value in meta.get("dataset_meta", {}).items()}
-    # Checkpoints from before mmdet 3 have the classes alone.
-    old = {"classes": meta["CLASSES"]} if "CLASSES" in meta else {}
-    return {"palette": "random", **dataset.metainfo, **old, **saved}
+    dataset = (config.get("test_dataloader") or {}).get("dataset") or {}
+    # Wrappers such as ConcatDataset hold others.
+    while inner := dataset.get("dataset") or next(iter(dataset.get("datasets") or ()), None):
+        dataset = inner
+    kind = dataset.get("type")
+    kind = DATASETS.get(kind) if isinstance(kind, str) else kind
+    return kind._load_metainfo(dataset.get("metainfo")) if hasattr(kind, "_load_metainfo") else {}
 
 
 def _load_state(model: nn.Module, state: dict[str, torch.Tensor], path: Path, strict: bool) -> None:
@@ -312,5 +350,5 @@ def _load_state(model: nn.Module, state: dict[str, torch.Tensor], path: Path, st
     if problems:
         message = f"{path} does not fit the config: weights {' and '.join(problems)}"
         if strict:
-            raise CheckpointError(message + "; strict=False loads what fits")
+            raise CheckpointError(message + "; strict=False loads the others")
         warnings.warn(message, stacklevel=3)

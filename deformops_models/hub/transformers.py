@@ -34,6 +34,9 @@ MODEL_CLASSES = {
     "pp_doclayout_v4": ("PPDocLayoutV4ForObjectDetection",),
 }
 
+#: Ends of the names of buffers that upstream makes from the config, or counts; older checkpoints lack them.
+_COMPUTED = ("num_batches_tracked", "criterion.empty_weight", "points_scale")
+
 
 class Transformers:
     """Loads any detector of transformers in `MODEL_CLASSES`, patched; its config says which."""
@@ -66,14 +69,14 @@ class Transformers:
             backend: of the patched modules, as in `patch`.
             device: where the model goes; by default it stays where upstream puts it.
             dtype: of the weights, such as torch.bfloat16, "bfloat16" or "auto"; by default upstream's own choice.
-            strict: parameters that the checkpoint does not hold are an error; otherwise upstream initialises and
-                reports them.
+            strict: parameters and buffers that the checkpoint does not hold are an error; otherwise upstream
+                initialises and reports them.
             ignore_mismatched_sizes: parameters of another shape than the config asks for start anew; otherwise they
                 are an error.
             upstream_kwargs: for upstream's `from_pretrained`: revision, cache_dir, local_files_only, token, ...
 
         Raises:
-            CheckpointError: the name is unknown, the checkpoint is of another model type or lacks parameters, the Hub
+            CheckpointError: the name is unknown, the checkpoint is of another model type or lacks weights, the Hub
                 cannot be reached and its cache does not hold the files, a file cannot be read, or the model has
                 nothing to patch.
             ValueError, RuntimeError: dtype, backend or device is not known.
@@ -97,10 +100,11 @@ class Transformers:
                 f"cannot load {source}: it holds {name} with shape {tuple(held)}, its config asks for {tuple(asked)}: "
                 "correct the config, or pass ignore_mismatched_sizes=True to start such parameters anew"
             )
-        missing = sorted(set(loaded["missing_keys"]) & dict(model.named_parameters()).keys())
+        own = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+        missing = sorted(key for key in loaded["missing_keys"] if key in own and not key.endswith(_COMPUTED))
         if missing and strict:
             raise CheckpointError(
-                f"{source} lacks {len(missing)} parameters of {upstream.__name__}, such as {missing[0]}: it holds "
+                f"{source} lacks {len(missing)} weights of {upstream.__name__}, such as {missing[0]}: it holds "
                 "another model's weights, or pass strict=False to start them anew"
             )
         return table.ready(model, backend, device)
@@ -128,7 +132,8 @@ class Transformers:
             upstream_kwargs["size"] = dict(known)
         names = ("preprocessor_config.json", "processor_config.json")
         # An automatic class needs a file that names one.
-        if cls.model_type and Path(source).is_dir() and not any(Path(source, name).is_file() for name in names):
+        folder = Path(source, upstream_kwargs.get("subfolder") or "")
+        if cls.model_type and Path(source).is_dir() and not any((folder / name).is_file() for name in names):
             return upstream(**upstream_kwargs)
         with _one_error(source, row, upstream_kwargs):
             return upstream.from_pretrained(source, **upstream_kwargs)
