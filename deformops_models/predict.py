@@ -261,7 +261,7 @@ def _choose_loader(model: str, task: str | None) -> tuple[Callable[..., Detect],
     raise UsageError(_UNDRAWN.format(model))
 
 
-_UNDRAWN = "--model {}: predict draws Mask2Former, Deformable DETR and mmdet's detectors only"
+_UNDRAWN = "--model {}: predict draws transformers' Mask2Former and Deformable DETR and mmdet's box detectors"
 
 
 def _folder_task(folder: Path) -> str:

@@ -279,7 +279,7 @@ def test_masks_of_mmdet_are_refused(run, photo, tmp_path):
     torch.save(model.state_dict(), folder / "weights.pth")
     for name in (folder, "mmdet-mask2former_r50_8xb2-lsj-50e_coco"):
         code, _, err = run(photo, "--model", name, "--out", tmp_path / "out")
-        expected = f"deformops-models: --model {name}: predict draws Mask2Former, Deformable DETR and mmdet's detectors"
+        expected = f"deformops-models: --model {name}: predict draws transformers' Mask2Former and "
         assert code == 2 and err.splitlines()[-1].startswith(expected)
 
 
