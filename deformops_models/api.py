@@ -50,9 +50,9 @@ def msda(
         method: "linear" takes the weights as they are, "softmax" takes logits and normalises them over L·K.
         num_points: points per level where they differ.
         backend: None picks the kernels on CUDA and plain PyTorch otherwise; see `resolve`.
-        fp32_grad_accum: None and True sum value's gradient in float32. False permits Triton's
-            kernels half precision where the GPU adds it natively: faster, but contributions below the sum's
-            resolution are lost.
+        fp32_grad_accum: None and True sum value's gradient in float32. False permits Triton's kernels
+            half precision where the GPU adds it natively: faster, but contributions below the sum's resolution are
+            lost.
 
     Returns:
         (B, Q, M·D) in value's dtype.

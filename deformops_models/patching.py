@@ -215,25 +215,15 @@ def patch(
         PatchError: `strict` and nothing matched; or a swap failed. The model is as it was before.
         ValueError: `backend` or one of `parts` is unknown.
     """
-    _patch(model, as_backend(backend), strict, filter, parts)
+    with _swapping:
+        _patch(model, as_backend(backend), strict, filter, parts)
     return model
 
 
+# What a thread has planned with a model stays true until it is done; a filter may patch, too.
 _swapping = threading.RLock()
 
 
-def _one_at_a_time(function: Callable) -> Callable:
-    """What a thread has planned with a model stays true until it is done."""
-
-    @functools.wraps(function)
-    def locked(*args, **kwargs):
-        with _swapping:
-            return function(*args, **kwargs)
-
-    return locked
-
-
-@_one_at_a_time
 def _patch(
     model: nn.Module, backend: Backend | None, strict: bool, filter: Filter | None, parts: Collection[str]
 ) -> dict[nn.Module, str]:
@@ -303,11 +293,11 @@ def unpatch(model: nn.Module) -> nn.Module:
             replaced its forward. The model is as it was before.
     """
     _check_model(model)
-    _restore({m: name for name, m in model.named_modules()})
+    with _swapping:
+        _restore({m: name for name, m in model.named_modules()})
     return model
 
 
-@_one_at_a_time
 def _restore(modules: dict[nn.Module, str]) -> None:
     """Gives those that are patched their upstream class back."""
     families = {m: family for m in modules if (family := family_of(type(m))) and family.is_patched(m)}

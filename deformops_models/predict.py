@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -377,14 +377,16 @@ def _load_transformers(loader: Any, name: str, options: Options) -> tuple[Any, C
         for key, value in outputs.items():
             if isinstance(value, Tensor):
                 outputs[key] = value.float().cpu()
-        check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device)
+        check_finite(results_of(outputs), dtype, device)
         return processor, outputs
 
     return model, forward
 
 
-#: Outputs of transformers' models that become predictions.
-RESULTS = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
+def results_of(outputs: Mapping[str, Any]) -> list[Tensor]:
+    """Those outputs of a transformers' model that become predictions."""
+    names = ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits")
+    return [outputs[name] for name in names if name in outputs]
 
 
 def check_finite(results: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:

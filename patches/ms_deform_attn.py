@@ -85,7 +85,10 @@ class _Ultralytics(PatchedModule):
 
 
 class _Copied(Family):
-    """Whose classes have many versions, so that each module is looked at too."""
+    """Whose classes have many versions, so that each module is looked at too.
+
+    One of a module that nobody knows may have other mathematics as well, and is tried.
+    """
 
     def obstacle(self, module: nn.Module) -> str | None:
         if reason := super().obstacle(module):
@@ -95,14 +98,7 @@ class _Copied(Family):
         for name in ("n_heads", "n_levels", "n_points"):
             if not isinstance(getattr(module, name, None), int):
                 return f"{name} is {getattr(module, name, None)!r}, known is one whole number"
-        return None
-
-
-class _Anywhere(_Copied):
-    """Of a module that nobody knows, so that its mathematics may be another too."""
-
-    def obstacle(self, module: nn.Module) -> str | None:
-        return super().obstacle(module) or (None if self.is_patched(module) else _difference(module))
+        return _difference(module) if self.module is None and not self.is_patched(module) else None
 
 
 def _difference(module: nn.Module) -> str | None:
@@ -146,6 +142,7 @@ def _try(
     try:
         expected = attend(twin, _split(twin), query, places, values, shapes, padding, "eager")
         found = forward(twin, query, places, values, shapes, starts, padding)
+    # Others' code can raise anything.
     except Exception as error:
         return None, " ".join(str(error).split())[:200] or type(error).__name__
     if not isinstance(found, Tensor) or found.shape != expected.shape:
@@ -207,9 +204,7 @@ _ORIGINAL = (
 )
 
 FAMILIES = tuple(
-    (_Copied if module else _Anywhere)(
-        name, framework, module, "MSDeformAttn", adapter, parameters, optional=("input_spatial_shapes_hw",)
-    )
+    _Copied(name, framework, module, "MSDeformAttn", adapter, parameters, optional=("input_spatial_shapes_hw",))
     for name, framework, module, adapter, parameters in (
         ("rfdetr", "rfdetr", "rfdetr.models.ops.modules.ms_deform_attn", _MSDeformAttn, _ORIGINAL),
         (

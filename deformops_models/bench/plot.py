@@ -180,8 +180,8 @@ def _family_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     axis.axvline(1.0, color="#4b4f57", linewidth=1, linestyle="--")
     axis.set_ylim(-0.6, len(names) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
-    last = [row for row in rows if row["op"] == FAMILY][-1]
-    dtypes = {row["preset"]: row["dtype"] for row in rows if row["op"] == FAMILY}
+    timed = [row for row in rows if row["op"] == FAMILY]
+    last, dtypes = timed[-1], {row["preset"]: row["dtype"] for row in timed}
     # The title says what the others are.
     labels = [f"{name} ({dtypes[name]})" if dtypes[name] == "float32" else name for name in names]
     axis.set_yticks(range(len(names)), labels, fontsize=8)

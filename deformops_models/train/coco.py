@@ -346,11 +346,11 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
     return coco_mask.decode(segmentation)
 
 
-def encode(pixels: Tensor) -> dict[str, Any]:
-    """Returns the compressed run lengths of pixels (H, W) of bool, on the CPU."""
+def encode(pixels: np.ndarray) -> dict[str, Any]:
+    """Returns the compressed run lengths of pixels (H, W) of bool."""
     from pycocotools import mask as coco_mask
 
-    return coco_mask.encode(np.asfortranarray(pixels.numpy(), dtype=np.uint8))
+    return coco_mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
 
 
 class TrainingImages(Dataset):

@@ -19,7 +19,7 @@ from deformops_models.backend import call_counts
 from deformops_models.console import UsageError, pick_device, require, table
 from deformops_models.hub import local_name
 from deformops_models.patching import unpatch
-from deformops_models.predict import RESULTS, UnfitError, check_finite, prepare, quiet_transformers, read_image
+from deformops_models.predict import UnfitError, check_finite, prepare, quiet_transformers, read_image, results_of
 from deformops_models.train.coco import Split, count_problems, decode, read_split
 from deformops_models.train.tasks import (
     Task,
@@ -205,7 +205,7 @@ def detect(
         if problem is not None:
             continue
         try:
-            check_finite([outputs[key] for key in RESULTS if key in outputs], dtype, device)
+            check_finite(results_of(outputs), dtype, device)
         except UnfitError as error:
             if odd is None:
                 raise UsageError(f"{split.path(index)}: {error}") from error

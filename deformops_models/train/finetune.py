@@ -455,10 +455,10 @@ class _Training:
             self.average.update_parameters(self.core)
         return {"loss": mean, "lr": rate, "grad_norm": norm}
 
-    def _average_weights(self, averaged: list[Tensor], current: list[Tensor], _: Tensor) -> None:
+    def _average_weights(self, averaged: list[Tensor], current: list[Tensor], updates: Tensor) -> None:
         """An exponential average whose decay rises to --ema: else it would hold on to a short training's start."""
         decay = min(self.args.ema, (1 + self.step) / (10 + self.step))
-        get_ema_multi_avg_fn(decay)(averaged, current, _)
+        get_ema_multi_avg_fn(decay)(averaged, current, updates)
 
     def _mean_and_norm(self, total: Tensor) -> tuple[float, float]:
         """Clips the gradients; returns the loss, averaged over all processes, and what the gradients' norm was.

@@ -117,9 +117,7 @@ def load_model(
     Raises:
         UsageError: it cannot be loaded.
     """
-    classes: dict[str, Any] = {}
-    if id2label is not None:
-        classes = {"id2label": dict(id2label), "label2id": {name: label for label, name in id2label.items()}}
+    classes = {} if id2label is None else _as_config(id2label)
     try:
         if has_weights(model):
             loaded = task.loader.from_pretrained(model, dtype=torch.float32)
@@ -138,6 +136,10 @@ def load_model(
         return patch(built) if patched else built
     except hub.CheckpointError as error:
         raise UsageError(f"--model {model}: {error}") from error
+
+
+def _as_config(id2label: Mapping[int, str]) -> dict[str, Any]:
+    return {"id2label": dict(id2label), "label2id": {name: label for label, name in id2label.items()}}
 
 
 def class_names(id2label: Mapping[int, str]) -> list[str]:
@@ -159,19 +161,18 @@ def set_classes(model: nn.Module, task: Task, id2label: Mapping[int, str], say: 
     Names that transformers made up, as LABEL_0, stand for classes by their position.
     """
     names, known = class_names(id2label), class_names(model.config.id2label)
-    rows = match_names(names, known)
+    rows, same = match_names(names, known), list(range(len(known)))
     shared = len(names) - rows.count(None)
     if not shared and len(names) == len(known) and all(re.fullmatch(r"LABEL_\d+", name) for name in known):
-        rows = list(range(len(known)))
+        rows = same
         say("the model's classes have no names: its classifier keeps their weights by position")
     elif not shared:
         say("the model knows none of the data's classes by name: its classifier starts anew")
-    elif rows != list(range(len(known))):
+    elif rows != same:
         rest = "; the others start anew" if shared < len(names) else ""
         say(f"{shared} of {len(names)} classes keep the weights that the model's classifier has for their names{rest}")
-    model.config.id2label = dict(id2label)
-    model.config.label2id = {name: label for label, name in id2label.items()}
-    if rows == list(range(len(known))):
+    model.config.update(_as_config(id2label))
+    if rows == same:
         return
     heads: dict[nn.Parameter, nn.Linear] = {}
     if getattr(model.config, "two_stage", False):
@@ -414,7 +415,7 @@ def _mask2former_detect(outputs: Any, size: tuple[int, int]) -> Detections:
         )[0]
         above = logits > 0
         inside.append((logits.sigmoid() * above).sum((1, 2)) / above.sum((1, 2)).clamp(min=1))
-        masks += map(encode, above.cpu())
+        masks += map(encode, above.cpu().numpy())
     scores = best.values * torch.cat(inside)[of]
     return Detections(labels.cpu(), scores.cpu(), masks=[masks[k] for k in of.tolist()])
 
