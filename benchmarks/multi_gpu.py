@@ -5,6 +5,7 @@ Run from the checkout's root, once for each configuration; each takes about a mi
     export PYTHONPATH=.
     torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR
+    torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --ddp
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --fsdp
     torchrun --standalone --nproc-per-node 1 benchmarks/multi_gpu.py --out DIR --compile
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --out DIR --compile
@@ -28,6 +29,7 @@ from deformops_models.bench.measure import quantiles
 from deformops_models.bench.steps import Timeline
 from deformops_models.patching import patch
 from deformops_models.train import sharding, tasks
+from deformops_models.train.averaging import GradientAverage
 
 WARM_UP, STEPS = 5, 30
 SUFFIXES = {"default": "_compiled", "reduce-overhead": "_graphs"}
@@ -39,8 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="for results.csv")
     presets = [name for name in models.MODELS if name.startswith("mask2former")]
     parser.add_argument("--preset", default="mask2former_swin_t", choices=presets, help="default: %(default)s")
+    parser.add_argument("--ddp", action="store_true", help="torch's DistributedDataParallel sums the gradients")
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    way.add_argument("--fsdp", action="store_true", help="FSDP2, as `finetune --fsdp` does it")
     way.add_argument(
         "--compile",
         nargs="?",
@@ -51,16 +54,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
     args = parser.parse_args(arguments)
     state = PartialState(cpu=not torch.cuda.is_available())
-    if args.fsdp and state.num_processes == 1:
-        parser.error("--fsdp needs several processes")
+    if (args.fsdp or args.ddp) and state.num_processes == 1:
+        parser.error("--ddp and --fsdp need several processes")
+    if args.fsdp and args.ddp:
+        parser.error("--ddp and --fsdp: give one of them")
 
     torch.manual_seed(3)  # the same weights everywhere, as FSDP takes each process's own
     detector = models.MODELS[args.preset].build()
     models.wake_attention(detector.model)
-    times, peak = measure(detector, state, args.fsdp, args.compile)
+    way = "fsdp" if args.fsdp else "ddp" if args.ddp else "average"
+    times, peak = measure(detector, state, way, args.compile)
     if state.is_main_process:
         images = len(detector.inputs["pixel_values"]) * state.num_processes
-        kind = f"{'fsdp' if args.fsdp else 'ddp'}_" if state.num_processes > 1 else ""
+        kind = f"{way}_" if args.fsdp or args.ddp else ""
         row = {"op": "train_step", "preset": args.preset, "distribution": "random", "dtype": "bfloat16"}
         row["provider"] = f"ours_{kind}{state.num_processes}gpu{SUFFIXES.get(args.compile, '')}"
         recorder = record.Recorder(args.out / "results.csv", record.machine(args.commit))
@@ -75,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @torch._dynamo.config.patch(recompile_limit=tasks.REGION_VARIANTS)
 def measure(
-    detector: models.Detector, state: PartialState, fsdp: bool, compiled: str | None
+    detector: models.Detector, state: PartialState, way: str, compiled: str | None
 ) -> tuple[list[float], float]:
     """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
     device, cuda = state.device, state.device.type == "cuda"
@@ -85,10 +91,15 @@ def measure(
     tasks.freeze_unread(model, task)
     if compiled:
         tasks.compile_regions(model.model, dynamic=False, mode=compiled)
-    if fsdp:
+    average = None
+    if way == "fsdp":
         sharding.shard(model, device)
+    elif way == "ddp":
+        model = DistributedDataParallel(
+            model, [device.index] if cuda else None, find_unused_parameters=True, gradient_as_bucket_view=True
+        )
     elif state.num_processes > 1:
-        model = DistributedDataParallel(model, [device.index] if cuda else None, **tasks.DDP_OPTIONS)
+        average = GradientAverage(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
     inputs, targets = models.on(device, detector.inputs), models.on(device, detector.targets)
     lines = []
@@ -104,6 +115,8 @@ def measure(
             with torch.autocast(device.type, torch.bfloat16):
                 loss = detector.loss(model, inputs, targets)
             loss.backward()
+            if average is not None:
+                average()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -27,12 +27,12 @@ from deformops_models.console import UsageError, clear_left_overs, output_folder
 from deformops_models.patching import report
 from deformops_models.predict import quiet_transformers
 from deformops_models.train import checkpoint, sharding
+from deformops_models.train.averaging import GradientAverage
 from deformops_models.train.card import model_card
 from deformops_models.train.coco import SMALLEST, Batches, Split, TrainingImages, count_problems, mix, read_split
 from deformops_models.train.evaluate import average_precision, detect
 from deformops_models.train.history import History
 from deformops_models.train.tasks import (
-    DDP_OPTIONS,
     REGION_VARIANTS,
     Task,
     check_keeps_layers,
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
                 _Training(args, task, accelerator, out).run()
         except OSError as error:  # a full disk, most often
             raise UsageError(f"--out {args.out}: stopped by {error}; mend that and go on with --resume") from error
-    # DDP goes before the process group: the last to hold that waits for its threads, and DDP would wait with Python
-    # locked, which they need.
+    # A sharded model goes before the process group: the last to hold that waits for its threads, and the model would
+    # wait with Python locked, which they need.
     accelerator.free_memory()
     accelerator.end_training()
     return 0
@@ -114,7 +114,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 def _accelerator(args: argparse.Namespace) -> Accelerator:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+    from accelerate.utils import DistributedType
 
     if args.device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {args.device}: use cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs")
@@ -144,16 +144,14 @@ def _accelerator(args: argparse.Namespace) -> Accelerator:
         name = torch.cuda.get_device_name()
         raise UsageError(f"--bf16: {name} has no bfloat16 of its own, only an emulation that is slow; use --fp32")
     half = native if args.bf16 is None else args.bf16
-    ddp = DistributedDataParallelKwargs(**DDP_OPTIONS)
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="bf16" if half else "no",
         gradient_accumulation_steps=args.accumulate,
-        kwargs_handlers=[ddp],
     )
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         raise UsageError(
-            f"accelerate is set to {accelerator.distributed_type.value}: only DDP, its --multi_gpu, is supported here, "
+            f"accelerate is set to {accelerator.distributed_type.value}: only its --multi_gpu is supported here, "
             "and finetune's own --fsdp on top of it"
         )
     return accelerator
@@ -318,12 +316,15 @@ class _Training:
             sharding.shard(model, self.accelerator.device)
             if self.average is not None:
                 sharding.shard(self.average.module, self.accelerator.device)
+        else:
+            model.to(self.accelerator.device)
         groups = parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
         optimizer = torch.optim.AdamW(groups, fused=self.accelerator.device.type == "cuda")
         freeze_unread(model, self.task)
-        self.core = model
+        self.model = model
+        alone = self.sharded or self.accelerator.num_processes == 1
+        self.average_gradients = None if alone else GradientAverage(model)
         self.optimizer = self.accelerator.prepare(optimizer)
-        self.model = model if self.sharded else self.accelerator.prepare(model)
         warmup = min(500, self.steps // 20) if args.warmup is None else args.warmup
         self.schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.steps)
         if state:
@@ -446,13 +447,15 @@ class _Training:
                 accelerator.backward(loss)
                 total += loss.detach()
                 if accelerator.sync_gradients:
+                    if self.average_gradients is not None:
+                        self.average_gradients()
                     mean, norm = self._mean_and_norm(total)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         rate = max(self.schedule.get_last_lr())
         self.schedule.step()
         if self.average is not None:
-            self.average.update_parameters(self.core)
+            self.average.update_parameters(self.model)
         return {"loss": mean, "lr": rate, "grad_norm": norm}
 
     def _average_weights(self, averaged: list[Tensor], current: list[Tensor], updates: Tensor) -> None:
@@ -496,7 +499,7 @@ class _Training:
     @property
     def result(self) -> nn.Module:
         """The model that is evaluated and saved."""
-        return self.average.module if self.average is not None else self.core
+        return self.average.module if self.average is not None else self.model
 
     def _end_epoch(self) -> None:
         """Measures the average precision, and keeps the model if it is the best so far."""
@@ -509,8 +512,8 @@ class _Training:
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         ids = [category["id"] for category in self.val.categories]
         model = self.result.eval()
-        if self.sharded:
-            sharding.share_buffers(model)
+        if accelerator.num_processes > 1:
+            sharding.share(model.buffers())  # the running statistics of norms
         skipped: dict[int, str] = {}
         odd: set[int] = set()
         # Training has one input shape, which is what --compile is for; here nearly every image has another.
@@ -569,7 +572,7 @@ class _Training:
             "schedule": self.schedule.state_dict(),
         }
         if self.average is not None:
-            state["weights"] = sharding.weights(self.core, keep=main)
+            state["weights"] = sharding.weights(self.model, keep=main)
         weights = sharding.weights(self.result, keep=main)
         if main:
             checkpoint.save(self.last, self.result, self.processor, state, weights=weights)
@@ -577,7 +580,7 @@ class _Training:
 
     def _check_weights(self) -> None:
         """Raises UsageError, in all processes, if the step has left weights that are not finite."""
-        local = [getattr(p, "to_local", lambda p=p: p)() for p in self.core.parameters()]
+        local = [getattr(p, "to_local", lambda p=p: p)() for p in self.model.parameters()]
         finite = torch.stack([p.isfinite().all() for p in local]).all().float()
         if self.accelerator.reduce(finite, "mean") < 1:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ def shard(model: nn.Module, device: torch.device) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def share_buffers(model: nn.Module) -> None:
-    """Gives every process the main one's buffers (running statistics of norms), which FSDP leaves alone."""
-    for buffer in model.buffers():
-        shared = buffer.contiguous()
+@torch.no_grad()
+def share(tensors: Iterable[Tensor]) -> None:
+    """Gives every process the main one's values."""
+    for t in tensors:
+        shared = t.contiguous()
         torch.distributed.broadcast(shared, src=0)
-        buffer.copy_(shared)
+        t.copy_(shared)
 
 
 def whole(tree: Any, keep: bool = True) -> Any:

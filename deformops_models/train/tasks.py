@@ -22,8 +22,6 @@ from deformops_models.train.coco import encode
 MAX_DETECTIONS = 100
 #: Pixels of the masks that are made at once, on which an evaluation's memory depends.
 MASK_PIXELS = 2**24
-#: For `DistributedDataParallel`: a model with dropout may drop whole layers.
-DDP_OPTIONS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 #: For `torch._dynamo.config.recompile_limit` where `compile_regions` is used: the deepest Swin has 24 layers.
 REGION_VARIANTS = 64
 
@@ -315,8 +313,7 @@ def checkpoint_activations(model: nn.Module) -> int:
 def compile_regions(network: nn.Module, **options: Any) -> list[nn.Module]:
     """Compiles each layer that upstream can checkpoint by itself, and each largest module that holds none.
 
-    Layers that are alike share their code, so that a deep network compiles as fast as a shallow one, and DDP sums the
-    gradients of the last layers while the first ones' are computed.
+    Layers that are alike share their code, so that a deep network compiles as fast as a shallow one.
 
     Args:
         network: the model without its loss.
@@ -376,7 +373,7 @@ def check_keeps_layers(model: nn.Module, option: str) -> None:
 
 
 def freeze_unread(model: nn.Module, task: Task) -> None:
-    """Asks for no gradient of what upstream never reads: after a step without one DDP waits for the device."""
+    """Asks for no gradient of what upstream never reads: with one missing `GradientAverage` waits for the device."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in task.unread):
             parameter.requires_grad_(False)
