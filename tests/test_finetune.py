@@ -139,7 +139,7 @@ def _fresh():
 
 
 def test_the_model_is_gone_when_the_process_group_ends(deformable_detr, data, tmp_path, monkeypatch):
-    """The last to hold the group waits for its threads; DDP would do so with Python locked, which they may need."""
+    """The last to hold the group waits for its threads; a sharded model would with Python locked, which they may need."""
     models, run, alive = [], finetune._Training.run, []
 
     def watched(training):
@@ -377,7 +377,7 @@ def test_layers_that_are_alike_are_compiled_once():
 @pytest.mark.parametrize("name", ["mask2former", "deformable_detr"])
 @pytest.mark.parametrize("objects", [0, 2])
 def test_all_that_is_trained_has_a_gradient(objects, name, request):
-    """Else DDP waits for the device in every step."""
+    """Else the sum of several GPUs' gradients waits for the device in every step."""
     folder = str(request.getfixturevalue(name))
     task = tasks.find_task(folder)
     model = tasks.load_model(task, folder, None).train()
@@ -799,7 +799,7 @@ def test_one_image_without_finite_outputs_costs_no_training(deformable_detr, dat
 
 def test_finetune_refuses_outputs_that_are_not_finite(deformable_detr, data, tmp_path, capsys, monkeypatch):
     def broken(self):
-        model = self.core.eval()
+        model = self.model.eval()
         model.class_embed[-1].bias.data.fill_(float("nan"))
         return model
 
