@@ -139,7 +139,7 @@ def _fresh():
 
 
 def test_the_model_is_gone_when_the_process_group_ends(deformable_detr, data, tmp_path, monkeypatch):
-    """The last to hold the group waits for its threads; a sharded model would with Python locked, which they may need."""
+    """The last to hold the group waits for its threads; a sharded model would with Python locked, which they need."""
     models, run, alive = [], finetune._Training.run, []
 
     def watched(training):
