@@ -147,7 +147,7 @@ def test_the_model_is_gone_when_the_process_group_ends(deformable_detr, data, tm
         run(training)
 
     monkeypatch.setattr(finetune._Training, "run", watched)
-    monkeypatch.setattr(finetune, "_accelerator", lambda args, make=finetune._accelerator: ending(make(args)))
+    monkeypatch.setattr(finetune, "make_accelerator", lambda args, make=finetune.make_accelerator: ending(make(args)))
 
     def ending(accelerator):
         accelerator.end_training = lambda: alive.append(models[0]())
