@@ -32,6 +32,8 @@ from deformops_models.train import sharding, tasks
 from deformops_models.train.averaging import GradientAverage
 
 WARM_UP, STEPS = 5, 30
+#: Of sharing the work, other than `finetune`'s.
+WAYS = {"ddp": "torch's DistributedDataParallel sums the gradients", "fsdp": "FSDP2, as `finetune --fsdp` does it"}
 SUFFIXES = {"default": "_compiled", "reduce-overhead": "_graphs"}
 
 
@@ -41,10 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="for results.csv")
     presets = [name for name in models.MODELS if name.startswith("mask2former")]
     parser.add_argument("--preset", default="mask2former_swin_t", choices=presets, help="default: %(default)s")
-    parser.add_argument("--ddp", action="store_true", help="torch's DistributedDataParallel sums the gradients")
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--fsdp", action="store_true", help="FSDP2, as `finetune --fsdp` does it")
-    way.add_argument(
+    for name, what in WAYS.items():
+        way.add_argument(f"--{name}", dest="way", action="store_const", const=name, help=what)
+    parser.add_argument(
         "--compile",
         nargs="?",
         const="default",
@@ -53,20 +55,19 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--commit", help="recorded with each row (default: the checkout's HEAD)")
     args = parser.parse_args(arguments)
+    if args.way == "fsdp" and args.compile:
+        parser.error("--fsdp: it does not go with --compile")
     state = PartialState(cpu=not torch.cuda.is_available())
-    if (args.fsdp or args.ddp) and state.num_processes == 1:
-        parser.error("--ddp and --fsdp need several processes")
-    if args.fsdp and args.ddp:
-        parser.error("--ddp and --fsdp: give one of them")
+    if args.way and state.num_processes == 1:
+        parser.error(f"--{args.way}: it needs several processes")
 
     torch.manual_seed(3)  # the same weights everywhere, as FSDP takes each process's own
     detector = models.MODELS[args.preset].build()
     models.wake_attention(detector.model)
-    way = "fsdp" if args.fsdp else "ddp" if args.ddp else "average"
-    times, peak = measure(detector, state, way, args.compile)
+    times, peak = measure(detector, state, args.way, args.compile)
     if state.is_main_process:
         images = len(detector.inputs["pixel_values"]) * state.num_processes
-        kind = f"{way}_" if args.fsdp or args.ddp else ""
+        kind = f"{args.way}_" if args.way else ""
         row = {"op": "train_step", "preset": args.preset, "distribution": "random", "dtype": "bfloat16"}
         row["provider"] = f"ours_{kind}{state.num_processes}gpu{SUFFIXES.get(args.compile, '')}"
         recorder = record.Recorder(args.out / "results.csv", record.machine(args.commit))
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @torch._dynamo.config.patch(recompile_limit=tasks.REGION_VARIANTS)
 def measure(
-    detector: models.Detector, state: PartialState, way: str, compiled: str | None
+    detector: models.Detector, state: PartialState, way: str | None, compiled: str | None
 ) -> tuple[list[float], float]:
     """Milliseconds of each step in this process, and the most MiB that a GPU had allocated."""
     device, cuda = state.device, state.device.type == "cuda"

@@ -185,9 +185,7 @@ def _add_training(commands: Any) -> None:
     precision = command.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", default=None, help="autocast (default where a GPU has it)")
     precision.add_argument("--fp32", action="store_false", dest="bf16", help="float32 throughout")
-    command.add_argument(
-        "--fsdp", action="store_true", help="spread weights and optimizer over the processes (FSDP2)"
-    )
+    command.add_argument("--fsdp", action="store_true", help="spread weights and optimizer over the processes (FSDP2)")
     command.add_argument(
         "--compile",
         nargs="?",

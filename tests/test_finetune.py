@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -157,9 +159,10 @@ def test_the_model_is_gone_when_the_process_group_ends(deformable_detr, data, tm
     assert alive == [None]
 
 
-def test_two_processes_one_without_objects_train_as_one(deformable_detr, data, tmp_path):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_one_without_objects_train_as_one(accumulate, deformable_detr, data, tmp_path):
     small = two_images_one_empty(data, tmp_path / "small")
-    options = ("--epochs", 3, "--no-augment")
+    options = ("--epochs", 3, "--no-augment", "--accumulate", accumulate)
     one, two = tmp_path / "one", tmp_path / "two"
     assert main(arguments(deformable_detr, small, one, *options, "--batch-size", 2)) == 0
     out = finished(*arguments(deformable_detr, small, two, *options, "--batch-size", 1), processes=2)
@@ -167,6 +170,36 @@ def test_two_processes_one_without_objects_train_as_one(deformable_detr, data, t
     for ours, theirs in zip(losses(two), losses(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     assert losses(two)[0] == pytest.approx(losses(one)[0], rel=1e-5)
+
+
+def _noted_by_a_process(rank, command, port, file):
+    """Runs the command as one of two processes; saves the model's buffers before and after the evaluation."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    end_epoch, noted = finetune._Training._end_epoch, []
+
+    def watched(training):
+        noted.append([b.clone() for b in training.model.buffers()])
+        end_epoch(training)
+        noted.append([b.clone() for b in training.model.buffers()])
+
+    finetune._Training._end_epoch = watched
+    assert main(command) == 0
+    torch.save(noted, file.format(rank))
+
+
+def test_both_processes_evaluate_the_model_that_is_saved(data, tmp_path):
+    """Running statistics of batch norms differ between processes; a gradient never does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = arguments("shapes-tiny", data, tmp_path / "out", "--epochs", 1, "--batch-size", 2)
+    file = str(tmp_path / "buffers{}.pt")
+    torch.multiprocessing.spawn(_noted_by_a_process, (command, port, file), nprocs=2)
+    (before, after), (others, shared) = (torch.load(file.format(rank)) for rank in range(2))
+    assert any(not torch.equal(a, b) for a, b in zip(before, others, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after, shared, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_mask2former_in_two_processes(data, tmp_path):
@@ -182,7 +215,8 @@ def test_mask2former_in_two_processes(data, tmp_path):
     assert transformers.Mask2FormerForUniversalSegmentation.from_pretrained(tmp_path / "two" / "last")
 
 
-def test_one_process_two_sharded_ones_and_one_go_on_from_each_other(deformable_detr, data, tmp_path, capsys):
+@pytest.mark.parametrize("sharded", [(), ("--fsdp",)], ids=["whole", "fsdp"])
+def test_one_process_two_and_one_go_on_from_each_other(sharded, deformable_detr, data, tmp_path, capsys):
     """The first is interrupted, one of the two is killed; losses, scores and weights are those of one process."""
     data = evaluated_on_training_images(data, tmp_path / "data", images=15)  # an image more in one process
     options = ("--epochs", 3, "--lr", 3e-3, "--no-augment", "--ema", 0.9, "--save-every", 1)
@@ -191,9 +225,10 @@ def test_one_process_two_sharded_ones_and_one_go_on_from_each_other(deformable_d
     _fresh()
     with _interrupted(step=4):
         assert main(arguments(deformable_detr, data, two, *options)) == 130
-    sharded = arguments(deformable_detr, data, two, *options, "--resume", "--fsdp", "--batch-size", 2)
-    printed = kill_one_rank(start(*sharded, processes=2), two, step=7)
-    assert "goes on at step 4 of 12" in printed and "2 process(es) with FSDP" in printed
+    both = arguments(deformable_detr, data, two, *options, "--resume", *sharded, "--batch-size", 2)
+    printed = kill_one_rank(start(*both, processes=2), two, step=7)
+    assert "goes on at step 4 of 12" in printed
+    assert f"2 process(es){' with FSDP' if sharded else ''}, fp32 on cpu" in printed
     assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", printed), printed
     done = checkpoint.load_state(two / "last")["step"]
     assert 6 <= done < 12
@@ -583,7 +618,7 @@ def test_names_match_in_another_case_where_it_is_clear(names, known, positions):
 def test_averaged_weights_follow_the_model_soon(updates, decay):
     model, training = torch.nn.Linear(1, 1, bias=False), object.__new__(finetune._Training)
     training.args, training.step = argparse.Namespace(ema=0.999), updates
-    average = AveragedModel(model, multi_avg_fn=training._average_weights)
+    average = AveragedModel(model, multi_avg_fn=training._decayed)
     average.n_averaged.fill_(updates)
     with torch.no_grad():
         average.module.weight.fill_(1.0)

@@ -325,11 +325,11 @@ def assert_same_curve(actual, one_gpu) -> None:
     assert _deviation(actual[0], expected[0]) <= 2e-3
 
 
-SHARDED = pytest.mark.parametrize("sharded", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+SHARDED = pytest.mark.parametrize("sharded", [(), ("--fsdp",)], ids=["whole", "fsdp"])
 
 
 @pytest.mark.parametrize(
-    "way", [(), ("--fsdp",), ("--compile", "reduce-overhead")], ids=["ddp", "fsdp", "ddp-cuda-graphs"]
+    "way", [(), ("--fsdp",), ("--compile", "reduce-overhead")], ids=["whole", "fsdp", "whole-cuda-graphs"]
 )
 def test_two_gpus_train_as_one(way, folder, one_gpu, tmp_path):
     printed = finished(*arguments(folder, tmp_path, "--batch-size", 2, *way), processes=2)

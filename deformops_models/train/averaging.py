@@ -12,8 +12,9 @@ class GradientAverage:
     """Averages the gradients of a model that each process holds whole.
 
     `DistributedDataParallel` copies each gradient into a bucket from a hook of its own, hundreds of small operations
-    that the host has to launch. Here all gradients are put together at once and summed by one collective. What is
-    lost is that the sum could run beside the backward pass: where processes are linked slowly, DDP may be faster.
+    that the host has to launch. Here all gradients are put together at once and summed by one collective, for which
+    there are two of each for a moment. What is lost is that the sum could run beside the backward pass: where
+    processes are linked slowly, DDP may be faster.
 
     Args:
         model: on its device. It gets the main process's weights and buffers; which parameters ask for a gradient
@@ -23,7 +24,7 @@ class GradientAverage:
     def __init__(self, model: nn.Module) -> None:
         sharding.share([*model.parameters(), *model.buffers()])
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.sizes = [*(p.numel() for p in self.parameters), len(self.parameters)]
+        self.sizes = [p.numel() for p in self.parameters]
         self.all_used = torch.ones(len(self.parameters), device=self.parameters[0].device)
 
     @torch.no_grad()
@@ -40,7 +41,7 @@ class GradientAverage:
         flat = torch.cat([*(g.flatten() for g in gradients), used])
         torch.distributed.all_reduce(flat)
         flat /= torch.distributed.get_world_size()
-        *means, used = flat.split(self.sizes)
-        anywhere = used.tolist() if missing else [1.0] * len(means)
-        for parameter, mean, share in zip(self.parameters, means, anywhere, strict=True):
-            parameter.grad = mean.view_as(parameter) if share else None
+        *means, users = flat.split([*self.sizes, len(self.sizes)])
+        somewhere = users.tolist() if missing else [1.0] * len(means)
+        for parameter, mean, anybody in zip(self.parameters, means, somewhere, strict=True):
+            parameter.grad = mean.view_as(parameter) if anybody else None

@@ -179,13 +179,13 @@ class _Training:
         # Two of each while one replaces the other: weights, averaged ones and Adam's moments in `last`; `best`.
         checkpoint.check_space(self.out, model, copies=2 * (4 + 1))
         self.processor = load_processor(self.task, source, args.image_size)
-        self.average = None
+        self.ema = None
         if args.ema:
-            self.average = AveragedModel(model, multi_avg_fn=self._average_weights)
-            self.average.requires_grad_(False)
+            self.ema = AveragedModel(model, multi_avg_fn=self._decayed)
+            self.ema.requires_grad_(False)
             if not self.sharded:
-                self.average.to(self.accelerator.device)
-            self.average.n_averaged.fill_(state["step"] if state else 0)
+                self.ema.to(self.accelerator.device)
+            self.ema.n_averaged.fill_(state["step"] if state else 0)
         self._prepare(model, state)
         self.step, self.best_score = (state["step"], state["best"]) if state else (0, -1.0)
         scores: Mapping[int, float | None] = {}
@@ -248,8 +248,8 @@ class _Training:
         self.task.share_count(model)
         if self.sharded:
             sharding.shard(model, self.accelerator.device)
-            if self.average is not None:
-                sharding.shard(self.average.module, self.accelerator.device)
+            if self.ema is not None:
+                sharding.shard(self.ema.module, self.accelerator.device)
         else:
             model.to(self.accelerator.device)
         groups = parameter_groups(model, self.task, args.lr, args.weight_decay, args.backbone_scale)
@@ -375,7 +375,7 @@ class _Training:
             self._note_skipped("train", batch["skipped"])
             paths += batch["paths"]
             inputs = self._inputs(batch)
-            with accelerator.accumulate(self.model), self._named(paths):
+            with accelerator.accumulate(), self._named(paths):
                 with accelerator.autocast():
                     loss = self.model(**inputs).loss
                 accelerator.backward(loss)
@@ -388,11 +388,11 @@ class _Training:
                 self.optimizer.zero_grad()
         rate = max(self.schedule.get_last_lr())
         self.schedule.step()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         return {"loss": mean, "lr": rate, "grad_norm": norm}
 
-    def _average_weights(self, averaged: list[Tensor], current: list[Tensor], updates: Tensor) -> None:
+    def _decayed(self, averaged: list[Tensor], current: list[Tensor], updates: Tensor) -> None:
         """An exponential average whose decay rises to --ema: else it would hold on to a short training's start."""
         decay = min(self.args.ema, (1 + self.step) / (10 + self.step))
         get_ema_multi_avg_fn(decay)(averaged, current, updates)
@@ -433,7 +433,7 @@ class _Training:
     @property
     def result(self) -> nn.Module:
         """The model that is evaluated and saved."""
-        return self.average.module if self.average is not None else self.model
+        return self.ema.module if self.ema is not None else self.model
 
     def _end_epoch(self) -> None:
         """Measures the average precision, and keeps the model if it is the best so far."""
@@ -505,7 +505,7 @@ class _Training:
             "optimizer": sharding.whole(self.optimizer.state_dict(), keep=main),
             "schedule": self.schedule.state_dict(),
         }
-        if self.average is not None:
+        if self.ema is not None:
             state["weights"] = sharding.weights(self.model, keep=main)
         weights = sharding.weights(self.result, keep=main)
         if main:

@@ -1,4 +1,7 @@
-"""FSDP2: a model whose parameters and optimizer state are spread over all processes, and whole tensors out of it."""
+"""FSDP2: a model whose parameters and optimizer state are spread over all processes, and whole tensors out of it.
+
+`share` is for models that are not sharded too.
+"""
 
 from __future__ import annotations
 
