@@ -102,7 +102,11 @@ def deformable_attention(
         As `msda`.
     """
     operands = {"value": value, "sampling_offsets": sampling_offsets, "attention_logits": attention_logits}
-    options = (num_points, True, float(offset_scale), backend, fp32_grad_accum)
+    try:
+        scale = float(offset_scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"offset_scale={offset_scale!r}: a number is expected") from error
+    options = (num_points, True, scale, backend, fp32_grad_accum)
     if reference_points is None:
         raise TypeError("reference_points is None: a torch.Tensor is expected")
     return _run(operands, spatial_shapes, level_start_index, reference_points, *options)

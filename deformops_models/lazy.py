@@ -61,7 +61,9 @@ class _Softmax(torch.autograd.Function):
 class _Reading(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights):
-        return _values(weights)
+        values = _values(weights)
+        # What autograd calls a view could not be changed in place.
+        return torch.ops.aten._unsafe_view(values, values.shape) if values._is_view() else values
 
     @staticmethod
     def backward(ctx, grad):

@@ -98,8 +98,12 @@ class Family:
         if found != tuple(name for name in self.parameters if name in found or name not in self.optional):
             return f"unknown signature: forward({', '.join(found)}), known is forward({', '.join(self.parameters)})"
         base = _known_base(cls)
-        changed = [step for step in self.steps if getattr(cls, step, None) is not getattr(base, step, self)]
-        return f"it has methods of its own or lacks them: {', '.join(changed)}" if changed else None
+        if changed := [step for step in self.steps if getattr(cls, step, None) is not getattr(base, step, self)]:
+            return f"it has methods of its own or lacks them: {', '.join(changed)}"
+        for method in ("forward", *self.steps) if self.module else ():
+            if strange := foreign_code(getattr(cls, method), self.module):
+                return f"its class's {method} was replaced by one of {strange}"
+        return None
 
     def is_patched(self, module: nn.Module) -> bool:
         return isinstance(module, PatchedModule)
@@ -184,7 +188,9 @@ def check_family(family: Family) -> str | None:
     try:
         upstream = getattr(importlib.import_module(family.module), family.class_name)
     except (ImportError, AttributeError) as error:
-        return f"not found: {error}"
+        lacking = getattr(error, "name", None)
+        other = isinstance(error, ModuleNotFoundError) and not f"{family.module}.".startswith(f"{lacking}.")
+        return f"cannot be imported: it needs {lacking}, which is not installed" if other else f"not found: {error}"
     # Another library's import can raise anything.
     except Exception as error:
         return f"cannot be imported: {type(error).__name__}: {error}"
@@ -390,13 +396,27 @@ def family_of(cls: type) -> Family | None:
 
 
 def _known_base(cls: type) -> type | None:
-    """The first class among a class and its bases that has a family."""
-    return next(filter(_family_named, cls.__mro__), None)
+    """The first class among a class and its bases that has a family, of a known module if one has."""
+    exact = (base for base in cls.__mro__ if (base.__module__, base.__qualname__) in _families_by_class())
+    return next(exact, None) or next(filter(_family_named, cls.__mro__), None)
 
 
 def _family_named(cls: type) -> Family | None:
     rows = _families_by_class()
     return rows.get((cls.__module__, cls.__qualname__)) or rows.get((None, cls.__name__))
+
+
+def foreign_code(function: Callable | property | None, module: str) -> str | None:
+    """The module of a function, or of a decorator on it, if it is neither of `module`'s package nor of torch."""
+    # OpenMMLab's own decorators are mmengine's.
+    known = {module.partition(".")[0], "torch", "mmengine"}
+    while function is not None:
+        function = getattr(function, "fget", function)  # of a property
+        home = getattr(function, "__globals__", {}).get("__name__", type(function).__name__)
+        if home.partition(".")[0] not in known:
+            return home
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 @functools.cache
@@ -458,7 +478,7 @@ def has_foreign_forward(module: nn.Module) -> bool:
 
 def _samples_offsets(module: nn.Module) -> bool:
     """Whether a module has the one child that every deformable attention has."""
-    return isinstance(module._modules.get("sampling_offsets"), nn.Module)
+    return "sampling_offsets" in dict(module.named_children())
 
 
 def _nothing_matched(model: nn.Module, skipped: list[Entry], needed: Collection[str]) -> str:

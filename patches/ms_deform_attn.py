@@ -2,12 +2,12 @@
 
 A copy is known by its class name, the parameters of its forward and its four projections, wherever its module is. As
 projects have changed its mathematics under the same name, its own forward is tried on random numbers too. The compiled
-operator that it came with need not exist.
+operator that it came with need not exist: where it does not run on a CPU, it is taken for the original's.
 """
 
-import inspect
+import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,11 @@ def _difference(module: nn.Module) -> str | None:
     parts = (*module.named_parameters(), *module.named_buffers(), *module.named_children())
     if own := [name for name, _ in parts if name.split(".")[0] not in _PROJECTIONS]:
         return f"it has {', '.join(own)} beside the four projections"
+    if hasattr(type(module).forward, "__wrapped__"):
+        return "a decorator is around its forward"
+    for name in _PROJECTIONS:
+        if not isinstance(getattr(getattr(module, name), "in_features", None), int):
+            return f"its {name} is a {type(getattr(module, name)).__name__} without in_features: it cannot be tried"
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -119,9 +124,7 @@ def _difference(module: nn.Module) -> str | None:
         torch.no_grad(),
     ):
         try:
-            twin = _twin(module, random)
-            forward = _without_extension(type(module).forward)
-            found = [_try(twin, forward, coordinates, random) for coordinates in (2, 4)]
+            found = [_try(_twin(module, training, random), n, random) for training in (True, False) for n in (2, 4)]
         except (AttributeError, TypeError) as error:
             return f"its forward could not be tried: {error}"
     # Not every copy takes boxes.
@@ -129,22 +132,28 @@ def _difference(module: nn.Module) -> str | None:
     return next(filter(None, ran), None) if ran else f"its forward could not be tried: {found[0][1]}"
 
 
-def _try(
-    twin: nn.Module, forward: Callable[..., Tensor], coordinates: int, random: Callable[..., Tensor]
-) -> tuple[str | None, str | None]:
-    """How a forward differs from ours, and what it raised."""
+def _try(twin: nn.Module, coordinates: int, random: Callable[..., Tensor]) -> tuple[str | None, str | None]:
+    """How a copy's forward differs from ours, and what it raised."""
     sizes = [(2 + level % 2, 3 + level % 3) for level in range(twin.n_levels)]
     query = random(2, 5, twin.sampling_offsets.in_features)
     places = random(2, 5, twin.n_levels, coordinates) + 0.5
     values = random(2, sum(height * width for height, width in sizes), twin.value_proj.in_features)
     padding = random(*values.shape[:2]) > 0.25
     shapes, starts = torch.tensor(sizes), torch.tensor(level_starts(sizes))
+    before = _attributes(twin)
+    forward = type(twin).forward
+    # Others' code can raise anything.
     try:
         expected = attend(twin, _split(twin), query, places, values, shapes, padding, "eager")
-        found = forward(twin, query, places, values, shapes, starts, padding)
-    # Others' code can raise anything.
+        try:
+            found = forward(twin, query, places, values, shapes, starts, padding)
+        except Exception:
+            found = _without_extension(forward)(twin, query, places, values, shapes, starts, padding)
     except Exception as error:
         return None, " ".join(str(error).split())[:200] or type(error).__name__
+    after = _attributes(twin)
+    if kept := [name for name in after if after[name] != before.get(name)]:
+        return f"its forward keeps {', '.join(kept)}, which a patched one would not", None
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return f"its forward returns another thing than ({', '.join(map(str, expected.shape))})", None
     error = ((found - expected).norm() / expected.norm()).item()
@@ -153,12 +162,26 @@ def _try(
     return f"its forward computes something else: with {coordinates} coordinates it is {error:.1%} away", None
 
 
-def _twin(module: nn.Module, random: Callable[..., Tensor]) -> nn.Module:
-    """The module, in training, with other projections: its own may be on meta, quantised or adapted, or have hooks."""
+def _attributes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Which objects the module and its containers hold, by name."""
+    held = {name: value for name, value in vars(module).items() if name != "_modules"}
+    return {name: (id(value), *map(id, _items(value))) for name, value in held.items()}
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    return value if isinstance(value, list | set) else ()
+
+
+def _twin(module: nn.Module, training: bool, random: Callable[..., Tensor]) -> nn.Module:
+    """The module with other projections: its own may be on meta, quantised or adapted, or have hooks."""
     layers = {name: getattr(module, name) for name in _PROJECTIONS}
     twin = object.__new__(type(module))
-    twin.__dict__ = module.__dict__ | {
-        "training": True,
+    # What a forward adds to is not the module's own.
+    own = {name: copy.copy(v) if isinstance(v, dict | list | set) else v for name, v in vars(module).items()}
+    twin.__dict__ = own | {
+        "training": training,
         "_modules": {name: _Linear(layer.in_features, layer.out_features, random) for name, layer in layers.items()},
     }
     return twin
@@ -178,13 +201,12 @@ class _Linear(nn.Module):
 
 def _without_extension(forward: Callable) -> Callable:
     """The same function, which finds plain PyTorch where the original has its compiled operator."""
-    forward = inspect.unwrap(forward)
     known = "MSDeformAttnFunction"
     names = [name for name, v in forward.__globals__.items() if known in (name, getattr(v, "__name__", None))]
     functions = forward.__globals__ | dict.fromkeys(names, _PlainFunction)
-    copy = types.FunctionType(forward.__code__, functions, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    same = types.FunctionType(forward.__code__, functions, forward.__name__, forward.__defaults__, forward.__closure__)
+    same.__kwdefaults__ = forward.__kwdefaults__
+    return same
 
 
 class _PlainFunction:

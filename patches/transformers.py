@@ -282,6 +282,9 @@ class _WithCore(Family):
             return f"its attn is a {core.__module__}.{core.__qualname__} with a forward of its own"
         if attn is not None and patching.has_foreign_forward(attn) and not _is_kernelized(attn):
             return "its attn's forward was replaced on the instance"
+        own = getattr(module, "ms_deformable_attn_core", None)
+        if own is not None and (isinstance(own, nn.Module) or patching.foreign_code(own, self.module)):
+            return "its ms_deformable_attn_core was replaced"
         return None
 
 

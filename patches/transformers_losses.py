@@ -344,6 +344,8 @@ class _LossFunction(Family):
         found, known = (tuple(inspect.signature(function).parameters) for function in (upstream, self.adapter))
         if found != known:
             return f"unknown signature: {upstream.__name__}({', '.join(found)}), known is ({', '.join(known)})"
+        if strange := patching.foreign_code(upstream, "transformers"):
+            return f"transformers' LOSS_MAPPING has a loss of {strange}"
         return super().mismatch(cls)
 
     def is_patched(self, module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import importlib
 import io
@@ -32,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deformops_models as dm
 from deformops_models import patching
-from deformops_models.lazy import LazyWeights
+from deformops_models.lazy import LazyWeights, attention_weights
 from deformops_models.patching import PatchedModule
 
 SIZES = ((3, 5), (2, 2))
@@ -249,6 +250,54 @@ def test_a_forward_replaced_on_the_instance_is_left_alone(tiny):
     assert [e.part for e in report.swapped] == ["loss", "attention", "attention"]
     assert [(e.name, e.reason) for e in report.skipped] == [(name, "its forward was replaced on the instance")]
     assert module() == "mine" and type(module).__name__ == TINY.attention
+
+
+@pytest.mark.parametrize("wrap", [functools.wraps, lambda upstream: lambda mine: mine], ids=["wrapped", "plain"])
+def test_a_forward_replaced_on_the_class_is_left_alone(wrap, monkeypatch):
+    attention = transformers_attention("mask2former")
+    cls, upstream = type(attention), type(attention).forward
+
+    @wrap(upstream)
+    def mine(
+        self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
+        position_embeddings=None, reference_points=None, spatial_shapes_list=None, level_start_index=None,
+        output_attentions=False,
+    ):  # fmt: skip
+        raise AssertionError
+
+    monkeypatch.setattr(cls, "forward", mine)
+    with pytest.raises(dm.PatchError, match=f"its class's forward was replaced by one of {__name__}"):
+        dm.patch(attention)
+    monkeypatch.undo()
+    assert isinstance(dm.patch(attention), PatchedModule)
+
+
+@pytest.mark.parametrize("name", ["hf-d-fine", "hf-deimv2"])
+def test_a_core_function_of_ones_own_is_left_alone(name):
+    pytest.importorskip("transformers")
+    attention = next(m for m in DETECTORS[name].build().modules() if hasattr(m, "ms_deformable_attn_core"))
+    upstream = attention.ms_deformable_attn_core
+    attention.ms_deformable_attn_core = lambda *args: 2 * upstream(*args)
+    with pytest.raises(dm.PatchError, match="its ms_deformable_attn_core was replaced"):
+        dm.patch(attention)
+    attention.ms_deformable_attn_core = upstream
+    assert isinstance(dm.patch(attention), PatchedModule)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_part_of_a_model_is_no_obstacle(tiny):
+    tiny.extra = torch.jit.script(nn.Linear(2, 2))
+    assert dm.report(tiny).skipped and not dm.report(tiny).swapped
+    dm.patch(tiny)
+    assert "sampling_offsets" not in str(dm.report(tiny)) and not dm.report(tiny).skipped
+    with pytest.raises(dm.PatchError, match="no deformable attention"):
+        dm.patch(tiny.extra)
+
+
+def test_a_subclass_may_have_the_name_of_another_family():
+    attention = transformers_attention("deformable_detr")
+    attention.__class__ = type("MSDeformAttn", (type(attention),), {})
+    assert dm.report(dm.patch(attention)).swapped[0].family == "deformable_detr"
 
 
 def test_a_forward_borrowed_from_another_instance_is_left_alone(attention):
@@ -704,6 +753,21 @@ class _Handles(list):
     def close(self):
         for handle in self:
             handle.remove()
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+def test_lazy_weights_change_in_place(read_before):
+    logits = torch.randn(2, 3, 8, requires_grad=True)
+    shape = (2, 3, 2, 4)
+    expected = logits.softmax(-1).view(shape) * 3
+    weights = attention_weights(logits, shape, wanted=False)
+    if read_before:
+        with torch.no_grad():
+            weights.sum()
+    weights *= 3
+    close(weights, expected)
+    grad = torch.randn(shape)
+    close(*(torch.autograd.grad(w, logits, grad)[0] for w in (weights, expected)))
 
 
 @pytest.mark.gpu

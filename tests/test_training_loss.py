@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -666,6 +667,21 @@ def test_unknown_signatures_are_left_alone(criterion, detr, monkeypatch):
     dm.patch(detr)
     reasons = {entry.part: entry.reason for entry in dm.report(detr).skipped}
     assert reasons["loss"].startswith("unknown signature: another(logits, labels, new), known is (logits, labels, dev")
+
+
+def test_a_loss_in_transformers_mapping_that_is_not_its_own_is_left_alone(detr, monkeypatch):
+    mapping = patching.family_of(type(detr))._mapping()
+    upstream = mapping[type(detr).__name__]
+
+    @functools.wraps(upstream)
+    def doubled(*args, **named):
+        loss, *rest = upstream(*args, **named)
+        return 2 * loss, *rest
+
+    monkeypatch.setitem(mapping, type(detr).__name__, doubled)
+    dm.patch(detr)
+    (entry,) = dm.report(detr).skipped
+    assert entry.reason == f"transformers' LOSS_MAPPING has a loss of {__name__}"
 
 
 def test_a_loss_function_that_is_not_upstreams_is_left_alone(detr):

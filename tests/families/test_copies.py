@@ -237,6 +237,61 @@ def test_another_mathematics_is_left_alone(steps, reason, training):
     assert re.search(reason, str(dm.report(attention)))
 
 
+def _nearest(value, shapes, starts, locations, weights, step):
+    return dm.msda(value, shapes, starts, locations.round(decimals=1), weights, backend="eager")
+
+
+def test_an_operator_of_its_own_is_tried_where_it_runs(monkeypatch):
+    attention = a_copy()
+    monkeypatch.setattr(MSDeformAttnFunction, "apply", _nearest)
+    with pytest.raises(dm.PatchError, match="with 2 coordinates it is .* away"):
+        dm.patch(attention)
+
+
+@pytest.mark.parametrize("decorator", [torch.no_grad(), torch.autocast("cpu", enabled=False)])
+def test_a_decorated_forward_is_left_alone(decorator):
+    with pytest.raises(dm.PatchError, match="a decorator is around its forward"):
+        dm.patch(a_copy(forward=decorator(_Copy.forward)))
+
+
+def _in_evaluation(self, output):
+    return output if self.training else 2 * output
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_copy_is_tried_in_training_and_in_evaluation(training):
+    with pytest.raises(dm.PatchError, match="with 2 coordinates it is .* away"):
+        dm.patch(a_copy(finished=_in_evaluation).train(training))
+
+
+def _kept_in_a_list(self, output):
+    self.seen.append(output)
+    return output
+
+
+def _kept_in_a_name(self, output):
+    self.last_output = output
+    return output
+
+
+@pytest.mark.parametrize(("finished", "name"), [(_kept_in_a_list, "seen"), (_kept_in_a_name, "last_output")])
+def test_a_copy_that_keeps_things_is_left_alone_and_as_it_was(finished, name):
+    attention = a_copy(finished=finished)
+    attention.seen = []
+    before = dict(vars(attention))
+    with pytest.raises(dm.PatchError, match=f"its forward keeps {name}, which a patched one would not"):
+        dm.patch(attention)
+    assert name in str(dm.report(attention))
+    assert vars(attention) == before and not attention.seen
+
+
+def test_a_projection_without_a_width_is_named():
+    attention = a_copy()
+    attention.value_proj = nn.Sequential(attention.value_proj)
+    with pytest.raises(dm.PatchError, match="its value_proj is a Sequential without in_features: it cannot be tried"):
+        dm.patch(attention)
+
+
 def test_without_projections_it_is_another_thing():
     # Core functions carry the name too, and hold no projections.
     core = type("MSDeformAttn", (nn.Module,), {"forward": MSDeformAttn.forward})()
@@ -314,7 +369,11 @@ def test_detrex(batch_first, device, monkeypatch):
     # The package is not on PyPI, so that this class stands for its own.
     (family,) = (f for f in patching.families() if f.name == "detrex")
     module = types.ModuleType(family.module)
-    cls = type(family.class_name, (_Detrex,), {"__module__": family.module, "forward": _Detrex.forward})
+    vars(module).update(MSDeformAttn=MSDeformAttn, WIDTH=WIDTH)
+    forward = types.FunctionType(
+        _Detrex.forward.__code__, vars(module), "forward", _Detrex.forward.__defaults__, _Detrex.forward.__closure__
+    )
+    cls = type(family.class_name, (_Detrex,), {"__module__": family.module, "forward": forward})
     setattr(module, family.class_name, cls)
     monkeypatch.setitem(sys.modules, family.module, module)
     attention = randomize(cls(batch_first)).to(device)
