@@ -310,7 +310,7 @@ def test_what_cannot_be_patched_is_one_line(tmp_path):
 def test_arguments_are_checked_before_anything_is_loaded():
     for arguments, error, problem in (
         ({"backend": "nope"}, ValueError, "backend='nope' is not known"),
-        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+        ({"device": "nowhere"}, ValueError, "device='nowhere' is not known: use 'cpu'"),
         ({"output_loading_info": True}, TypeError, "output_loading_info=True"),
     ):
         with pytest.raises(error, match=problem):
@@ -466,8 +466,9 @@ def test_an_empty_name_is_not_the_working_folder(load, tmp_path, monkeypatch):
     (tmp_path / "config.py").write_text("raise SystemExit('was run')")
     (tmp_path / "weights.pth").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(hub.CheckpointError, match="the name of the checkpoint is empty"):
-        load("")
+    for name in ("", None):
+        with pytest.raises(hub.CheckpointError, match=f"{name!r} is no checkpoint: give an alias, a repo id or a path"):
+            load(name)
 
 
 def test_a_shipped_model_that_is_missing_says_how_to_make_it(monkeypatch, tmp_path):

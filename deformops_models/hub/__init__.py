@@ -10,6 +10,7 @@ from deformops_models.hub.table import (
     SHIPPED,
     Checkpoint,
     CheckpointError,
+    check_name,
     checkpoints,
     find,
     find_checkpoint,
@@ -41,10 +42,9 @@ def from_pretrained(name_or_path: str | Path, *args: Any, **kwargs: Any) -> nn.M
         args, kwargs: as for the `from_pretrained` that it calls, of `DINO` for mmdet and `Mask2Former` for others.
 
     Raises:
-        CheckpointError: as there.
+        CheckpointError: as there, and for a name that is none.
     """
-    if not str(name_or_path):
-        raise CheckpointError("the name of the checkpoint is empty")
+    check_name(name_or_path)
     path, row = Path(name_or_path).expanduser(), find(str(name_or_path))
     mmdet = any(path.glob("*.py")) and not (path / "config.json").is_file() if path.is_dir() else path.suffix == ".py"
     if mmdet or (not path.is_dir() and row is not None and row.framework == "mmdet"):

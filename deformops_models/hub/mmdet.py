@@ -94,8 +94,7 @@ class DINO:
         cls, name_or_path: str | Path, checkpoint: str | Path | None
     ) -> tuple[Path, Path | None, Checkpoint | None]:
         """Returns the config file, the weights file if it is local, and the row of checkpoints.toml if there is one."""
-        if not str(name_or_path):
-            raise CheckpointError("the name of the checkpoint is empty")
+        table.check_name(name_or_path)
         path, weights, row = Path(name_or_path).expanduser(), checkpoint and Path(checkpoint).expanduser(), None
         if weights and not weights.is_file():
             raise CheckpointError(f"no such file: {weights}")

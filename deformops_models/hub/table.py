@@ -133,8 +133,17 @@ def first_line(error: Exception) -> str:
 def target(
     backend: Backend | str | None, device: torch.device | str | None
 ) -> tuple[Backend | None, torch.device | None]:
-    """Returns both as such; raises ValueError or RuntimeError if one is not known."""
-    return as_backend(backend), None if device is None else torch.device(device)
+    """Returns both as such; raises ValueError if one is not known."""
+    try:
+        return as_backend(backend), None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is not known: use 'cpu', 'cuda' or 'cuda:1'") from error
+
+
+def check_name(name_or_path: str | Path) -> None:
+    """Raises CheckpointError for what can be no name; an empty one would be the working folder."""
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path):
+        raise CheckpointError(f"{name_or_path!r} is no checkpoint: give an alias, a repo id or a path")
 
 
 def ready(model: nn.Module, backend: Backend | None, device: torch.device | None) -> nn.Module:

@@ -79,7 +79,7 @@ class Transformers:
             CheckpointError: the name is unknown, the checkpoint is of another model type or lacks weights, the Hub
                 cannot be reached and its cache does not hold the files, a file cannot be read, or the model has
                 nothing to patch.
-            ValueError, RuntimeError: dtype, backend or device is not known.
+            ValueError: dtype, backend or device is not known.
         """
         _upstream("AutoConfig")
         backend, device = table.target(backend, device)
@@ -141,10 +141,8 @@ class Transformers:
     @classmethod
     def _locate(cls, name_or_path: str | Path) -> tuple[str, Checkpoint | None]:
         """Returns the folder or Hub repo id to load from, and the row of checkpoints.toml if there is one."""
-        name = str(name_or_path)
-        if not name:
-            raise CheckpointError("the name of the checkpoint is empty")
-        name = table.local_name(name)
+        table.check_name(name_or_path)
+        name = table.local_name(str(name_or_path))
         if Path(name).expanduser().is_dir():
             return str(Path(name).expanduser()), None
         row = table.find(name)
