@@ -188,9 +188,11 @@ def check_family(family: Family) -> str | None:
     try:
         upstream = getattr(importlib.import_module(family.module), family.class_name)
     except (ImportError, AttributeError) as error:
-        lacking = getattr(error, "name", None)
-        other = isinstance(error, ModuleNotFoundError) and not f"{family.module}.".startswith(f"{lacking}.")
-        return f"cannot be imported: it needs {lacking}, which is not installed" if other else f"not found: {error}"
+        # Another package that this one needs; upstream may raise its own error, without a name.
+        other = isinstance(error, ModuleNotFoundError) and error.name
+        if other and not f"{family.module}.".startswith(f"{other}."):
+            return f"cannot be imported: it needs {other}, which is not installed"
+        return f"not found: {error}"
     # Another library's import can raise anything.
     except Exception as error:
         return f"cannot be imported: {type(error).__name__}: {error}"

@@ -147,7 +147,7 @@ def _try(twin: nn.Module, coordinates: int, random: Callable[..., Tensor]) -> tu
         expected = attend(twin, _split(twin), query, places, values, shapes, padding, "eager")
         try:
             found = forward(twin, query, places, values, shapes, starts, padding)
-        except Exception:
+        except Exception:  # its operator may need a GPU, or not be compiled; what else is wrong is raised again
             found = _without_extension(forward)(twin, query, places, values, shapes, starts, padding)
     except Exception as error:
         return None, " ".join(str(error).split())[:200] or type(error).__name__

@@ -278,12 +278,14 @@ class _WithCore(Family):
         # The adapters do its work themselves.
         attn = module._modules.get("attn")
         core = type(attn)
-        if issubclass(core, nn.Module) and core.forward.__module__ != self.module:
+        if issubclass(core, nn.Module) and (
+            core.forward.__module__ != self.module or patching.foreign_code(core.forward, self.module)
+        ):
             return f"its attn is a {core.__module__}.{core.__qualname__} with a forward of its own"
         if attn is not None and patching.has_foreign_forward(attn) and not _is_kernelized(attn):
             return "its attn's forward was replaced on the instance"
         own = getattr(module, "ms_deformable_attn_core", None)
-        if own is not None and (isinstance(own, nn.Module) or patching.foreign_code(own, self.module)):
+        if patching.foreign_code(own, self.module):
             return "its ms_deformable_attn_core was replaced"
         return None
 

@@ -229,6 +229,19 @@ def test_a_module_that_samples_by_a_core_of_its_own_is_left_alone():
         dm.patch(attention)
 
 
+def test_a_core_whose_forward_was_replaced_on_its_class_is_left_alone(monkeypatch):
+    attention = transformers_attention("deformable_detr")
+    upstream = type(attention.attn).forward
+
+    @functools.wraps(upstream)
+    def mine(self, *args, **named):
+        return 2 * upstream(self, *args, **named)
+
+    monkeypatch.setattr(type(attention.attn), "forward", mine)
+    with pytest.raises(dm.PatchError, match="its attn is a .* with a forward of its own"):
+        dm.patch(attention)
+
+
 def test_an_overridden_step_of_the_forward_still_runs(device):
     attention = transformers_attention("mask2former").to(device)
 

@@ -134,8 +134,9 @@ def target(
     backend: Backend | str | None, device: torch.device | str | None
 ) -> tuple[Backend | None, torch.device | None]:
     """Returns both as such; raises ValueError if one is not known."""
+    chosen = as_backend(backend)
     try:
-        return as_backend(backend), None if device is None else torch.device(device)
+        return chosen, None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is not known: use 'cpu', 'cuda' or 'cuda:1'") from error
 

@@ -1,11 +1,20 @@
-"""Gradients that all processes average with one sum, once the backward pass is over."""
+"""Processes that agree: on the main one's values, and on gradients that they average with one sum."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Iterable
 
-from deformops_models.train import sharding
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def share(tensors: Iterable[Tensor]) -> None:
+    """Gives every process the main one's values."""
+    for t in tensors:
+        shared = t.contiguous()
+        torch.distributed.broadcast(shared, src=0)
+        t.copy_(shared)
 
 
 class GradientAverage:
@@ -22,7 +31,7 @@ class GradientAverage:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        sharding.share([*model.parameters(), *model.buffers()])
+        share([*model.parameters(), *model.buffers()])
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.sizes = [p.numel() for p in self.parameters]
         self.all_used = torch.ones(len(self.parameters), device=self.parameters[0].device)

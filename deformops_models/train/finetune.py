@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader
 from deformops_models.console import UsageError, clear_left_overs, output_folder, require
 from deformops_models.patching import report
 from deformops_models.predict import quiet_transformers
-from deformops_models.train import checkpoint, sharding
+from deformops_models.train import averaging, checkpoint, sharding
 from deformops_models.train.arguments import check_numbers, make_accelerator
-from deformops_models.train.averaging import GradientAverage
 from deformops_models.train.card import model_card
 from deformops_models.train.coco import SMALLEST, Batches, Split, TrainingImages, count_problems, mix, read_split
 from deformops_models.train.evaluate import average_precision, detect
@@ -256,8 +255,8 @@ class _Training:
         optimizer = torch.optim.AdamW(groups, fused=self.accelerator.device.type == "cuda")
         freeze_unread(model, self.task)
         self.model = model
-        alone = self.sharded or self.accelerator.num_processes == 1
-        self.average_gradients = None if alone else GradientAverage(model)
+        copied = self.accelerator.num_processes > 1 and not self.sharded
+        self.average_gradients = averaging.GradientAverage(model) if copied else None
         self.optimizer = self.accelerator.prepare(optimizer)
         warmup = min(500, self.steps // 20) if args.warmup is None else args.warmup
         self.schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.steps)
@@ -447,7 +446,7 @@ class _Training:
         ids = [category["id"] for category in self.val.categories]
         model = self.result.eval()
         if accelerator.num_processes > 1:
-            sharding.share(model.buffers())  # the running statistics of norms
+            averaging.share(model.buffers())  # the running statistics of norms
         skipped: dict[int, str] = {}
         odd: set[int] = set()
         # Training has one input shape, which is what --compile is for; here nearly every image has another.

@@ -1,12 +1,8 @@
-"""FSDP2: a model whose parameters and optimizer state are spread over all processes, and whole tensors out of it.
-
-`share` is for models that are not sharded too.
-"""
+"""FSDP2: a model whose parameters and optimizer state are spread over all processes, and whole tensors out of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,15 +35,6 @@ def shard(model: nn.Module, device: torch.device) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*innermost_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-
-
-@torch.no_grad()
-def share(tensors: Iterable[Tensor]) -> None:
-    """Gives every process the main one's values."""
-    for t in tensors:
-        shared = t.contiguous()
-        torch.distributed.broadcast(shared, src=0)
-        t.copy_(shared)
 
 
 def whole(tree: Any, keep: bool = True) -> Any:

@@ -237,13 +237,13 @@ def test_another_mathematics_is_left_alone(steps, reason, training):
     assert re.search(reason, str(dm.report(attention)))
 
 
-def _nearest(value, shapes, starts, locations, weights, step):
+def _coarser(value, shapes, starts, locations, weights, step):
     return dm.msda(value, shapes, starts, locations.round(decimals=1), weights, backend="eager")
 
 
 def test_an_operator_of_its_own_is_tried_where_it_runs(monkeypatch):
     attention = a_copy()
-    monkeypatch.setattr(MSDeformAttnFunction, "apply", _nearest)
+    monkeypatch.setattr(MSDeformAttnFunction, "apply", _coarser)
     with pytest.raises(dm.PatchError, match="with 2 coordinates it is .* away"):
         dm.patch(attention)
 

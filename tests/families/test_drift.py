@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,21 @@ def test_a_class_of_another_version_is_reported(monkeypatch):
     )
     monkeypatch.delattr(modeling_rt_detr, family.class_name)
     assert patching.check_family(family).startswith("not found: module 'transformers.models.rt_detr")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("requests", "cannot be imported: it needs requests, which is not installed"),
+        ("rfdetr", "not found: no luck"),
+        ("rfdetr.models", "not found: no luck"),
+        (None, "not found: no luck"),  # as transformers raises it anew
+    ],
+)
+def test_a_package_that_upstream_needs_is_named(name, said, monkeypatch):
+    def refuse(module):
+        raise ModuleNotFoundError("no luck", name=name)
+
+    (family,) = (f for f in patching.families() if f.name == "rfdetr")
+    monkeypatch.setattr(patching, "importlib", types.SimpleNamespace(import_module=refuse))
+    assert patching.check_family(family) == said
