@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "deformable_detr_r50_b2, dino_r50",
     )
     what.add_argument(
-        "--convergence", action="store_true", help="instead: 200 steps of training, patched and twice unpatched"
+        "--convergence", action="store_true", help="instead: 200 steps of training, patched and five times unpatched"
     )
     what.add_argument("--linear", action="store_true", help="instead: how cost grows with queries, points, channels")
     what.add_argument(

@@ -376,9 +376,11 @@ def test_logits_are_found_by_name_or_place():
 
 def test_distances_are_relative_and_of_smooth_curves():
     first = [2.0] * 40
-    noise, ours = convergence.distances([first, [2.02] * 40, [2.0 + 0.5 * (-1) ** i for i in range(40)]])
-    assert noise == pytest.approx(0.01)
-    assert ours == pytest.approx(0, abs=1e-12)  # up and down within the window
+    waves = [2.0 + 0.5 * (-1) ** i for i in range(40)]  # up and down within the window
+    noise, ours = convergence.distances([first, [2.02] * 40, waves])
+    assert noise == pytest.approx(math.log(1.01))
+    assert ours == pytest.approx(math.log(1.01) / math.sqrt(2))  # half of the pairs are equal
+    assert convergence.distances([first, waves, [2.02] * 40]) == pytest.approx((0, math.log(1.01)))
 
 
 def test_patched_and_unpatched_training_go_the_same_way(anywhere, tmp_path, monkeypatch, capsys):
@@ -389,11 +391,11 @@ def test_patched_and_unpatched_training_go_the_same_way(anywhere, tmp_path, monk
     monkeypatch.setattr(convergence, "STEPS", 12)
     assert main(["bench", "--convergence", "--out", str(tmp_path)]) == 0
     lines = (tmp_path / "convergence.csv").read_text().splitlines()
-    assert lines[0] == 'step,upstream,"upstream, weights rounded otherwise",ours'
+    assert lines[0].startswith('step,upstream,"upstream, rounded otherwise 1",') and lines[0].endswith(",ours")
     curves = torch.tensor([[float(x) for x in line.split(",")] for line in lines[1:]])
-    assert curves.shape == (12, 4) and math.isfinite(curves.sum())
+    assert curves.shape == (12, 7) and math.isfinite(curves.sum())
     assert (curves[-1, 1:] < curves[0, 1:]).all()
-    assert not torch.equal(curves[:, 1], curves[:, 2])
+    assert len(set(curves[0, 1:6].tolist())) == 5  # each from other weights
     assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
     assert "within twice that" in capsys.readouterr().out
 

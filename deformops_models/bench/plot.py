@@ -115,8 +115,8 @@ def _model_pictures(rows: Sequence[Row]) -> dict[str, "Figure"]:
     order = list(dict.fromkeys(case._replace(op="") for case, _, _ in found))
     order.sort(key=lambda case: [*MODELS, case.preset].index(case.preset))
     in_parts = any(metric.startswith("part_") for _, _, metric in found)
-    figure = Figure(figsize=(max(11, 5 * len(order)), 5), layout="constrained")
-    widths = [2 if metric == "step_ms" else 1 for _, metric, _ in panels.values()]
+    figure = Figure(figsize=(max(11, 5.5 * len(order)), 5), layout="constrained")
+    widths = [1.5 if metric == "step_ms" else 1 for _, metric, _ in panels.values()]
     axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     drawn = {}
     for axis, (title, (op, metric, unit)) in zip(axes, panels.items(), strict=True):
