@@ -2,12 +2,24 @@
 
 import copy
 import importlib.util
+import io
+import json
+import os
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
 from helpers import Problem, relative_error
 from models import DETECTORS, pixels_and_mask, transformers_attention
-from test_compile import DEFORMABLE_DETR, MASK2FORMER, fresh_process, patched
+from test_compile import DEFORMABLE_DETR, MASK2FORMER, ROOT, fresh_process, patched
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -288,6 +300,7 @@ def loader(tmp_path_factory):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)  # AOTInductor and its loader take minutes on a slow host
 def test_aoti_package_of_the_operator(tmp_path, loader):
     inputs, exact = operands(5, 33, "cuda")
     (output,) = aoti_in_a_fresh_process(export_attend("cuda"), inputs, tmp_path)
@@ -304,6 +317,7 @@ def test_aoti_package_of_the_operator(tmp_path, loader):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [MASK2FORMER, DEFORMABLE_DETR])
 def test_aoti_package_of_a_model(name, tmp_path, cell, request):
     pytest.importorskip("transformers")
@@ -318,6 +332,68 @@ def test_aoti_package_of_a_model(name, tmp_path, cell, request):
         expected = model(*inputs)
     for a, b in zip(aoti_in_a_fresh_process(program, inputs, tmp_path), expected, strict=True):
         assert relative_error(a, b) < 1e-3
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_aoti_example_packages_and_serves(device, tmp_path, monkeypatch, request):
+    pytest.importorskip("transformers")
+    image_module = pytest.importorskip("PIL.Image")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler to package with")
+    if device == "cpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    else:
+        request.getfixturevalue("loader")
+    example, package = ROOT / "examples" / "serve_aoti.py", tmp_path / "model.pt2"
+    words = ["package", "--model", "shapes-tiny", "--out", str(package), "--size", "64"]
+    made = subprocess.run([sys.executable, example, *words], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+
+    image = image_module.effect_mandelbrot((96, 64), (-2, -1, 1, 1), 100).convert("RGB")
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    script = f"""
+        import runpy, sys
+
+        sys.modules |= dict.fromkeys(("deformops_models", "transformers", "triton"))
+        sys.argv = ["serve_aoti.py", "serve", "--out", r"{package}", "--size", "64", "--port", "{port}"]
+        runpy.run_path(r"{example}", run_name="__main__")
+    """
+    server = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True)
+    try:
+        found = ask(f"http://localhost:{port}", encoded.getvalue(), server)
+    finally:
+        server.kill()
+        server.communicate()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    network = runpy.run_path(str(example))["Network"]
+    dtype, bound = ("bfloat16", 0.05) if device == "cuda" else ("float32", 1e-3)
+    network = network(dm.Mask2Former.from_pretrained("shapes-tiny", device=device, dtype=dtype)).to(device)
+    pixels = torch.tensor(list(image.resize((64, 64)).tobytes()), dtype=torch.uint8, device=device)
+    expected = network(pixels.view(1, 64, 64, 3))
+    scores, labels, areas = (t[0].tolist() for t in expected)
+    surely = [place for place, score in enumerate(scores) if score > 0.5 + bound]
+    assert surely and len(found) <= sum(score > 0.5 - bound for score in scores)
+    for place in surely:
+        wanted = [labels[place], pytest.approx(scores[place], abs=bound), pytest.approx(areas[place], abs=bound)]
+        assert any([label, score, area] == wanted for score, label, area in found)
+
+
+def ask(address: str, body: bytes, server: subprocess.Popen) -> list[list[float]]:
+    """What a server answers once it listens."""
+    for _ in range(240):
+        assert server.poll() is None, server.stderr.read()[-3000:]
+        try:
+            with urllib.request.urlopen(address, body, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.URLError:
+            time.sleep(0.5)
+    raise AssertionError("nobody listens")
 
 
 # ONNX
