@@ -1,8 +1,7 @@
-"""A patched Mask2Former as a file that torch alone serves:
-python examples/serve_aoti.py package --model ALIAS --out model.pt2     with this package, on a GPU or a CPU
-python examples/serve_aoti.py serve --out model.pt2                     with torch and pillow alone, on such a one
-curl --data-binary @street.jpg localhost:8000
-"""
+"""A patched Mask2Former as a file that torch and pillow alone serve, on a GPU if it was packaged on one, else on a CPU:
+python examples/serve_aoti.py package --model ALIAS --out model.pt2
+python examples/serve_aoti.py serve --out model.pt2
+curl --data-binary @street.jpg localhost:8000"""
 
 import argparse
 import io
@@ -37,7 +36,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         image = Image.open(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"])))).convert("RGB")
         rows = torch.frombuffer(bytearray(image.resize((args.size, args.size)).tobytes()), dtype=torch.uint8)
-        results = [t[0].tolist() for t in model(rows.view(1, args.size, args.size, 3).to(DEVICE))]
+        results = [t[0].tolist() for t in model(rows.view(1, args.size, args.size, 3).to(device))]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps([found for found in zip(*results, strict=True) if found[0] > 0.5]).encode())
@@ -49,11 +48,12 @@ if __name__ == "__main__":
         import deformops_models as dm
 
         network = Network(dm.Mask2Former.from_pretrained(args.model, device=DEVICE, dtype=DTYPE)).to(DEVICE)
-        images = torch.zeros(2, args.size, args.size, 3, dtype=torch.uint8, device=DEVICE)
-        shapes = [{0: torch.export.Dim("batch", min=1, max=16)}]
-        program = torch.export.export(network, (images,), dynamic_shapes=shapes, strict=False)
+        images = (torch.zeros(2, args.size, args.size, 3, dtype=torch.uint8, device=DEVICE),)
+        axes = [{0: torch.export.Dim("batch", min=1, max=16)}]
+        program = torch.export.export(network, images, dynamic_shapes=axes, strict=False)
         torch._inductor.aoti_compile_and_package(program, package_path=args.out)
     else:
         torch.empty(0, device=DEVICE)  # starts CUDA, as the loader does not
         model = torch._inductor.aoti_load_package(args.out)
+        device = model.get_metadata()["AOTI_DEVICE_KEY"]
         HTTPServer(("", args.port), Handler).serve_forever()

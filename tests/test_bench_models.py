@@ -401,6 +401,7 @@ def test_patched_and_unpatched_training_go_the_same_way(anywhere, tmp_path, monk
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 def test_two_hundred_steps_converge_within_roundings_noise(tmp_path):
     assert convergence.run(tmp_path) == 0
 

@@ -30,7 +30,7 @@ _SMOOTH = 10  # steps that are averaged before curves are compared
 
 
 def run(folder: Path, device: str = "cuda") -> int:
-    """Writes convergence.csv and convergence.png into `folder`; returns 0 if the patched curve is within the noise."""
+    """Writes convergence.csv and .png into `folder`; returns 0 if the patched curve is within twice the noise."""
     require("finetune", "transformers", "torchvision", "pycocotools", "tqdm")
     require("bench", "matplotlib")
     curves = losses(STEPS, torch.device(device))
@@ -62,7 +62,8 @@ def losses(steps: int, device: torch.device) -> list[list[float]]:
 def distances(curves: Sequence[Sequence[float]]) -> tuple[float, float]:
     """How far all curves but the last are from one another, and the last from them.
 
-    Both are the root mean square, over all pairs, of the logarithm of smoothed curves' ratio, about their difference.
+    Both are the root mean square, over all pairs, of the logarithm of the smoothed curves' ratio, which for close
+    curves is their relative difference.
     """
     kernel = np.ones(_SMOOTH) / _SMOOTH
     *unpatched, ours = (np.log(np.convolve(curve, kernel, "valid")) for curve in curves)
