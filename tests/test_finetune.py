@@ -341,6 +341,7 @@ def test_no_compiler_is_one_error(deformable_detr, data, tmp_path, capsys, monke
     assert main(arguments(deformable_detr, data, tmp_path, "--compile")) == 2
     message = capsys.readouterr().err
     assert "--compile: " in message and "no g++" in message and "leave --compile out" in message
+    assert "TORCHDYNAMO" not in message
 
 
 def test_a_detr_from_its_config_alone_trains_its_backbone_and_goes_on(deformable_detr, data, tmp_path):

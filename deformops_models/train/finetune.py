@@ -534,7 +534,7 @@ def _compiling() -> Iterator[None]:
         try:
             yield
         except torch._dynamo.exc.BackendCompilerFailed as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())[:300]
             raise UsageError(
                 f"--compile: {reason}; mend that (it needs a C++ compiler), or leave --compile out"
             ) from error
