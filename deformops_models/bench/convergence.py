@@ -141,11 +141,12 @@ def _draw(curves: Sequence[Sequence[float]], title: str, picture: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, curve in zip(RUNS, curves, strict=True):
-        first, ours = name == "upstream", name == "ours"
-        color = "tab:green" if ours else "gray"
-        label = {RUNS[1]: "upstream, rounded otherwise"}.get(name, name if first or ours else None)
-        style = "-" if first or ours else ":"
-        axes.plot(range(1, len(curve) + 1), curve, style, color=color, label=label, linewidth=1.3)
+        rounded = name not in ("upstream", "ours")
+        axes.plot(
+            range(1, len(curve) + 1), curve, ":" if rounded else "-", linewidth=1.3,
+            color="tab:green" if name == "ours" else "gray",
+            label=None if name in RUNS[2:-1] else name.rstrip(" 1"),
+        )  # fmt: skip
     axes.set(xlabel="step", ylabel="loss")
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
