@@ -1,5 +1,6 @@
-"""What several tests share: random problems and the error budget."""
+"""What several tests share: random problems, the error budget, a port."""
 
+import socket
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ def poisoned():
     with deterministic(warn_only=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "msda_backward does not have a deterministic implementation")
         yield
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

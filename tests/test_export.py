@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +16,7 @@ import urllib.request
 
 import pytest
 import torch
-from helpers import Problem, relative_error
+from helpers import Problem, free_port, relative_error
 from models import DETECTORS, pixels_and_mask, transformers_attention
 from test_compile import DEFORMABLE_DETR, MASK2FORMER, ROOT, fresh_process, patched
 from torch import Tensor, nn
@@ -361,9 +360,7 @@ def test_aoti_example_packages_and_serves(device, tmp_path, monkeypatch, needs_p
     image = image_module.effect_mandelbrot((96, 64), (-2, -1, 1, 1), 100).convert("RGB")
     file = io.BytesIO()
     image.save(file, "PNG")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script = f"""
         import runpy, sys
 
@@ -390,10 +387,10 @@ def test_aoti_example_packages_and_serves(device, tmp_path, monkeypatch, needs_p
     statistics = torch.tensor([[123.675, 116.28, 103.53], [58.395, 57.12, 57.375]], device=device)
     with torch.inference_mode():
         outputs = model(((pixels - statistics[0]) / statistics[1]).movedim(-1, 1).to(model.dtype))
-    chances = outputs.class_queries_logits[0].float().softmax(-1)[:, :-1]
+    scores, labels = outputs.class_queries_logits[0].float().softmax(-1)[:, :-1].max(-1)
     areas = (outputs.masks_queries_logits[0] > 0).float().mean((-1, -2))
-    queries = [(*chance.max(-1), area) for chance, area in zip(chances, areas, strict=True)]
-    wanted = [(score.item(), model.config.id2label[label.item()], area.item()) for score, label, area in queries]
+    names = [model.config.id2label[label] for label in labels.tolist()]
+    wanted = list(zip(scores.tolist(), names, areas.tolist(), strict=True))
     surely = [one for one in wanted if one[0] > 0.5 + bound]
     assert surely and len(found) <= sum(score > 0.5 - bound for score, *_ in wanted)
     for score, name, area in surely:

@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,6 +23,7 @@ for module in ("transformers", "torchvision", "pycocotools", "accelerate", "matp
 
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from helpers import free_port  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from training import (  # noqa: E402
@@ -190,12 +190,9 @@ def _noted_by_a_process(rank, command, port, file):
 
 def test_both_processes_evaluate_the_model_that_is_saved(data, tmp_path):
     """Running statistics of batch norms differ between processes; a gradient never does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = arguments("shapes-tiny", data, tmp_path / "out", "--epochs", 1, "--batch-size", 2)
     file = str(tmp_path / "buffers{}.pt")
-    torch.multiprocessing.spawn(_noted_by_a_process, (command, port, file), nprocs=2)
+    torch.multiprocessing.spawn(_noted_by_a_process, (command, free_port(), file), nprocs=2)
     (before, after), (others, shared) = (torch.load(file.format(rank)) for rank in range(2))
     assert any(not torch.equal(a, b) for a, b in zip(before, others, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(after, shared, strict=True))

@@ -7,14 +7,13 @@ import importlib
 import inspect
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
 import torch
-from helpers import assert_within_budget
+from helpers import assert_within_budget, free_port
 from models import DETECTORS, LABELS, Detector, Tensors, anatomy, assert_as_accurate, reproducible, training_step
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -908,13 +907,11 @@ state.destroy_process_group()
 # A thread of gloo may outlive its group, and C++ aborts a process that ends before it: that is not tested here.
 os._exit(0)
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     here = os.path.dirname(os.path.abspath(__file__))
     path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), os.path.dirname(here), here])
-    shared = os.environ | {"PYTHONPATH": path, "TESTS": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1"}
+    shared = os.environ | {"PYTHONPATH": path, "TESTS": here, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script], env=shared | {"RANK": rank, "LOCAL_RANK": rank},

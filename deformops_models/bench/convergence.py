@@ -145,7 +145,7 @@ def _draw(curves: Sequence[Sequence[float]], title: str, picture: Path) -> None:
         axes.plot(
             range(1, len(curve) + 1), curve, ":" if rounded else "-", linewidth=1.3,
             color="tab:green" if name == "ours" else "gray",
-            label=None if name in RUNS[2:-1] else name.rstrip(" 1"),
+            label=None if name in RUNS[2:-1] else name.removesuffix(" 1"),
         )  # fmt: skip
     axes.set(xlabel="step", ylabel="loss")
     axes.set_title(title, fontsize=9)
